@@ -1,0 +1,1 @@
+"""Models, sampling, block memory and the step. torch is imported here and nowhere else."""

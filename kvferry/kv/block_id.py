@@ -1,0 +1,44 @@
+"""Names of blocks: a chain of hashes over token ids, so that equal names mean equal content.
+
+A block id is 16 bytes, `blake2b(parent id, token ids)`; the chain's root is a hash of model id, fidelity and salt. Only
+content goes in: no process, no clock, no hash seed. Called by router and workers alike.
+"""
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+BLOCK_ID_BYTES = 16
+
+
+def chain_root(model_id: str, fidelity: str, salt: bytes = b"") -> bytes:
+    """The parent of a chain's first block."""
+    root = blake2b(digest_size=BLOCK_ID_BYTES, person=b"kvferry.root")
+    for part in (model_id.encode(), fidelity.encode(), salt):
+        root.update(struct.pack("<Q", len(part)))
+        root.update(part)
+    return root.digest()
+
+
+def block_id(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The id of the block of `tokens` that follows `parent`."""
+    return blake2b(parent + struct.pack(f"<{len(tokens)}I", *tokens), digest_size=BLOCK_ID_BYTES).digest()
+
+
+def extend_chain(ids: list[bytes], root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Appends to `ids` the ids of the whole blocks of `tokens` that it lacks, and returns it."""
+    parent = ids[-1] if ids else root
+    for start in range(len(ids) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = block_id(parent, tokens[start : start + block_size])
+        ids.append(parent)
+    return ids
+
+
+def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """The ids of the whole blocks of `tokens`: len(tokens) // block_size of them."""
+    return extend_chain([], root, tokens, block_size)
+
+
+def num_whole_blocks_before_tail(num_tokens: int, block_size: int) -> int:
+    """Blocks that may travel: all whole ones that leave a tail of 1 to `block_size` tokens."""
+    return max(num_tokens - 1, 0) // block_size

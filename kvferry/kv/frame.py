@@ -1,0 +1,123 @@
+"""Frames: whole blocks on the wire, self-describing, and believed only after every check.
+
+A frame is a msgpack header (version, layout, dtype, shape, token range, ids, digests) and the blocks' raw bytes, one after the
+other. A digest is xxh3-128 over the block's id and bytes: content and identity in one. A reader unpacks a frame with what it
+expects; anything else raises `BadFrame`, whose `kind` is counted. No pickle; the header is bounded before it is parsed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import xxhash
+
+from kvferry.errors import BadFrame
+from kvferry.kv.memory import BlockFormat
+
+FRAME_VERSION = 1
+MAX_HEADER_BYTES = 64 * 1024
+FIELDS = ("version", "layout", "dtype", "shape", "first_token", "num_tokens", "ids", "digests")
+
+
+def block_digest(block_id: bytes, block: bytes | memoryview) -> bytes:
+    """16 bytes over identity and content."""
+    digest = xxhash.xxh3_128(block_id)
+    digest.update(block)
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class FrameBlock:
+    """One block of a checked header: its place in the chain, its bytes within the payload, its digest to be checked."""
+
+    position: int
+    block_id: bytes
+    digest: bytes
+    data: memoryview
+
+
+def pack_header(block_format: BlockFormat, first_block: int, block_ids: Sequence[bytes], digests: Sequence[bytes]) -> bytes:
+    """The header of the blocks `first_block`... of a chain."""
+    return msgpack.packb(
+        [
+            FRAME_VERSION,
+            block_format.layout,
+            block_format.dtype,
+            list(block_format.shape),
+            first_block * block_format.block_size,
+            len(block_ids) * block_format.block_size,
+            list(block_ids),
+            list(digests),
+        ],
+        use_bin_type=True,
+    )
+
+
+def pack_frame(
+    block_format: BlockFormat, first_block: int, block_ids: Sequence[bytes], blocks: Sequence[memoryview]
+) -> tuple[bytes, bytes]:
+    """Header and payload. The blocks are copied, so that they may be released afterwards."""
+    payload = b"".join(blocks)
+    size, view = block_format.block_bytes, memoryview(payload)
+    digests = [block_digest(id_, view[k * size : (k + 1) * size]) for k, id_ in enumerate(block_ids)]
+    return pack_header(block_format, first_block, block_ids, digests), payload
+
+
+def unpack_frame(
+    header: bytes, payload: bytes | memoryview, block_format: BlockFormat, first_block: int, chain_ids: Sequence[bytes]
+) -> list[FrameBlock]:
+    """Checks everything but the digests: `first_block` is the next block expected, `chain_ids` the whole chain's ids.
+
+    The digest is checked by `check_block` over the reader's own copy.
+    """
+    fields = _parse(header)
+    if fields["version"] != FRAME_VERSION:
+        raise BadFrame("version", f"frame version {fields['version']!r}, this worker reads {FRAME_VERSION}")
+    for name, expected in (
+        ("layout", block_format.layout),
+        ("dtype", block_format.dtype),
+        ("shape", list(block_format.shape)),
+    ):
+        if fields[name] != expected:
+            raise BadFrame("layout" if name != "shape" else "shape", f"frame {name} {fields[name]!r}, expected {expected!r}")
+    ids, digests, size = fields["ids"], fields["digests"], block_format.block_size
+    if not ids or len(ids) != len(digests) or fields["num_tokens"] != len(ids) * size:
+        raise BadFrame("header", f"{len(ids)} ids, {len(digests)} digests and {fields['num_tokens']} tokens disagree")
+    if fields["first_token"] != first_block * size:
+        raise BadFrame("order", f"frame begins at token {fields['first_token']}, expected {first_block * size}")
+    if list(ids) != list(chain_ids[first_block : first_block + len(ids)]):
+        raise BadFrame("identity", f"frame names other blocks than those asked for at block {first_block}")
+    view = memoryview(payload).cast("B")
+    if len(view) != len(ids) * block_format.block_bytes:
+        raise BadFrame("truncated", f"payload of {len(view)} bytes, expected {len(ids) * block_format.block_bytes}")
+    return [
+        FrameBlock(first_block + k, ids[k], digests[k], view[k * block_format.block_bytes : (k + 1) * block_format.block_bytes])
+        for k in range(len(ids))
+    ]
+
+
+def check_block(block: FrameBlock, copy: memoryview) -> None:
+    """Raises `BadFrame` unless the reader's own `copy` is what the digest says."""
+    if block_digest(block.block_id, copy) != block.digest:
+        raise BadFrame("digest", f"block {block.position} is damaged: its digest does not fit its bytes")
+
+
+def _parse(header: bytes) -> dict[str, Any]:
+    if len(header) > MAX_HEADER_BYTES:
+        raise BadFrame("header", f"header of {len(header)} bytes, at most {MAX_HEADER_BYTES}")
+    try:
+        values = msgpack.unpackb(header, raw=False, strict_map_key=True, max_buffer_size=MAX_HEADER_BYTES)
+    except Exception as error:  # msgpack raises many kinds, ValueError and its own, all of them "not a header"
+        raise BadFrame("header", f"not a frame header: {error}") from error
+    if not isinstance(values, list) or len(values) != len(FIELDS):
+        raise BadFrame("header", "not a frame header: wrong number of fields")
+    fields = dict(zip(FIELDS, values, strict=True))
+    kinds = {"version": int, "layout": str, "dtype": str, "shape": list, "first_token": int, "num_tokens": int, "ids": list}
+    for name, kind in (*kinds.items(), ("digests", list)):
+        if type(fields[name]) is not kind:
+            raise BadFrame("header", f"field {name} is {type(fields[name]).__name__}, not {kind.__name__}")
+    for name in ("ids", "digests"):
+        if not all(type(item) is bytes and len(item) == 16 for item in fields[name]):
+            raise BadFrame("header", f"{name} are not all of 16 bytes")
+    return fields

@@ -1,0 +1,31 @@
+"""Where blocks' bytes are. Pool, frames and fetches see only this protocol; the engine has its implementations."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+CANONICAL_LAYOUT = "slot.layer.kv.head.token.dim"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """What one block's bytes are. Two workers of one model id and fidelity have equal formats."""
+
+    dtype: str
+    """numpy's name: "float32"."""
+    shape: tuple[int, ...]
+    """[layer, K and V, KV head, token, dim] in the canonical layout."""
+    block_size: int
+    """Tokens."""
+    block_bytes: int
+    layout: str = CANONICAL_LAYOUT
+
+
+class BlockMemory(Protocol):
+    """`num_slots` + 1 runs of `format.block_bytes` bytes; slot 0 is padding."""
+
+    @property
+    def format(self) -> BlockFormat: ...
+
+    def view(self, slot: int) -> memoryview:
+        """The slot's bytes, writable, flat, without a copy. The caller holds a reference, or fills the slot."""
+        ...

@@ -1,0 +1,293 @@
+"""The values that cross a boundary: between roles, between a role's parts, between processes.
+
+Plain frozen values of the standard library; what they look like on a wire is known to kvferry/rpc/converter.py alone.
+Units are in the names; token ids are ints within the vocabulary, block ids 16 bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+PROTOCOL_VERSION = 1
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+# ---------------------------------------------------------------------------------------------- requests and choices
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a choice's tokens are chosen and when it ends."""
+
+    seed: int
+    """The random number of a token is a pure function of (seed, choice, index)."""
+    max_tokens: int
+    """Counted from index 0, over all attempts."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    """A choice ends with the first of these that it yields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A worker that blocks may be fetched from."""
+
+    worker_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceStart:
+    choice: int
+    emitted_tokens: tuple[int, ...] = ()
+    """Of earlier attempts: part of the prompt now; their count is the next token's index."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOpen:
+    """Router to decode worker: everything a worker must know of a request."""
+
+    number: int
+    attempt: int
+    prompt_tokens: tuple[int, ...]
+    choices: tuple[ChoiceStart, ...]
+    sampling: Sampling
+    salt: bytes = b""
+    sources: tuple[Source, ...] = ()
+    """To fetch from, in order; none: compute here."""
+    holders: tuple[Source, ...] = ()
+    """May hold the beginning of the chain; handed on to the source."""
+    priority: int = 0
+    time_left_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCancel:
+    number: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Proof of life. `step` is a worker's step counter; 0 from a router."""
+
+    step: int = 0
+
+
+RouterMessage = RequestOpen | RequestCancel | Beat
+
+
+class ChoiceEndReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    UNPLACED = "unplaced"
+    TOO_LARGE = "too_large"
+    INVALID = "invalid"
+    ENGINE_ERROR = "engine_error"
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    number: int
+    attempt: int
+    choice: int
+    index: int
+    """Of the first of the tokens, within the choice."""
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """How a request's first choice came to its first token of this attempt; seconds since the opening arrived."""
+
+    number: int
+    attempt: int
+    fetch_opened_s: float | None = None
+    first_block_s: float | None = None
+    last_block_s: float | None = None
+    tail_planned_s: float | None = None
+    first_token_s: float | None = None
+    num_local_tokens: int = 0
+    num_fetched_tokens: int = 0
+    num_source_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_fetched_blocks: int = 0
+    fetched_bytes: int = 0
+    source_worker_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    number: int
+    attempt: int
+    choice: int
+    reason: ChoiceEndReason
+    detail: str = ""
+    failed_source_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Decode worker to router: all that is new for this router since the last one."""
+
+    step: int
+    tokens: tuple[NewTokens, ...] = ()
+    starts: tuple[StartReport, ...] = ()
+    ends: tuple[ChoiceEnd, ...] = ()
+
+
+DecodeMessage = StepOutput | Beat
+
+
+# ------------------------------------------------------------------------------------------------------------- fetch
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOpen:
+    """Reader to source: `tokens` (a multiple of the block size) name the chain; blocks from `first_block` are wanted."""
+
+    model_id: str
+    fidelity: str
+    tokens: tuple[int, ...]
+    first_block: int = 0
+    salt: bytes = b""
+    hold_only: bool = False
+    priority: int = 0
+    time_left_s: float | None = None
+    holders: tuple[Source, ...] = ()
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAck:
+    frame_number: int
+
+
+FetchUp = FetchOpen | FetchAck
+
+
+class FetchState(Enum):
+    QUEUED = "queued"
+    COMPUTING = "computing"
+    SENDING = "sending"
+
+
+@dataclass(frozen=True, slots=True)
+class FetchProgress:
+    step: int
+    state: FetchState
+    num_sealed_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Some consecutive whole blocks; see kvferry/kv/frame.py for header and payload."""
+
+    frame_number: int
+    header: bytes
+    payload: bytes | memoryview
+
+
+class FetchEndReason(Enum):
+    COMPLETE = "complete"
+    MISSING = "missing"
+    TOO_LARGE = "too_large"
+    REFUSED = "refused"
+    DEADLINE = "deadline"
+    ENGINE_ERROR = "engine_error"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnd:
+    reason: FetchEndReason
+    first_missing_block: int
+    detail: str = ""
+
+
+FetchDown = FetchProgress | Frame | FetchEnd
+
+
+class FetchFailureKind(Enum):
+    """Why a reader gave up on a source: names of metrics."""
+
+    UNREACHABLE = "unreachable"
+    SILENT = "silent"
+    STREAM_ENDED = "stream_ended"
+    BAD_FRAME = "bad_frame"
+    MISSING = "missing"
+    REFUSED = "refused"
+    SOURCE_ERROR = "source_error"
+
+
+# ---------------------------------------------------------------------------------------------------------- registry
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """What a worker is. All of `router.registry.MUST_MATCH` two workers must share to be paired."""
+
+    worker_id: str
+    incarnation: str
+    role: Role
+    address: str
+    model_id: str
+    fidelity: str
+    numerics_id: str
+    block_size: int
+    block_bytes: int
+    pool_tokens: int
+    context_tokens: int
+    vocabulary_size: int
+    max_sequences: int
+    pid: int = 0
+    num_threads: int = 1
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCounts:
+    num_free: int = 0
+    num_filling: int = 0
+    num_live: int = 0
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgress:
+    step: int = 0
+    num_waiting: int = 0
+    num_fetching: int = 0
+    num_running: int = 0
+    num_serving: int = 0
+    slots: SlotCounts = field(default_factory=SlotCounts)
+    counters: Mapping[str, int] = field(default_factory=dict[str, int])
+    sealed_block_ids: tuple[bytes, ...] = ()
+    evicted_block_ids: tuple[bytes, ...] = ()
+
+
+JoinUp = WorkerDescription | WorkerProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    router_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    field: str
+    detail: str
+
+
+JoinDown = Welcome | Refusal | Beat

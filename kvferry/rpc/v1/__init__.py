@@ -1,0 +1,1 @@
+"""Generated from proto/kvferry/v1 by `make stubs`. Do not edit."""

@@ -1,0 +1,1 @@
+"""Chat template, tokeniser, incremental decoding and stop strings. No torch."""
