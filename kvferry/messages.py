@@ -73,6 +73,8 @@ class RequestOpen:
 class RequestCancel:
     number: int
     attempt: int
+    choices: tuple[int, ...] = ()
+    """Empty: all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,8 +107,8 @@ def _parse(header: bytes) -> dict[str, Any]:
     if len(header) > MAX_HEADER_BYTES:
         raise BadFrame("header", f"header of {len(header)} bytes, at most {MAX_HEADER_BYTES}")
     try:
-        values = msgpack.unpackb(header, raw=False, strict_map_key=True, max_buffer_size=MAX_HEADER_BYTES)
-    except Exception as error:  # msgpack raises many kinds, ValueError and its own, all of them "not a header"
+        values = msgpack.unpackb(header, raw=False, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
         raise BadFrame("header", f"not a frame header: {error}") from error
     if not isinstance(values, list) or len(values) != len(FIELDS):
         raise BadFrame("header", "not a frame header: wrong number of fields")

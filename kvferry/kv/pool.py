@@ -8,7 +8,7 @@ block. Not thread-safe: it belongs to the worker's event loop. Pure: no clock, n
 import heapq
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.errors import PoolExhausted
@@ -38,7 +38,6 @@ class _Slot:
     last_use: int = 0
     block_id: bytes = b""
     parent_id: bytes = b""
-    num_children: int = 0  # sealed blocks whose parent is this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,22 @@ class PoolAudit:
         return not self.leaks and not self.errors
 
 
-@dataclass(slots=True)
-class PoolChanges:
-    """Block ids sealed and evicted since the last `take_changes`, in net: an id is in at most one of them."""
+class PoolWatch:
+    """What was sealed and evicted since the last `take`, in net; the first one has everything that is sealed."""
 
-    sealed: set[bytes] = field(default_factory=set[bytes])
-    evicted: set[bytes] = field(default_factory=set[bytes])
+    def __init__(self, pool: "BlockPool"):
+        self._pool = pool
+        self.sealed: set[bytes] = set(pool.sealed_block_ids())
+        self.evicted: set[bytes] = set()
+
+    def take(self) -> tuple[set[bytes], set[bytes]]:
+        """(sealed, evicted): no id is in both."""
+        changes = self.sealed, self.evicted
+        self.sealed, self.evicted = set(), set()
+        return changes
+
+    def close(self) -> None:
+        self._pool.unwatch(self)
 
 
 class BlockPool:
@@ -72,12 +81,13 @@ class BlockPool:
         self._slots = [_Slot() for _ in range(num_slots + 1)]
         self._free = list(range(num_slots, 0, -1))
         self._index: dict[bytes, int] = {}
+        self._num_children: Counter[bytes] = Counter()  # sealed blocks by their parent's id
         self._evictable: list[tuple[int, int]] = []  # heap of (last use, slot); stale entries are skipped
         self._num_cached = 0
         self._num_filling = 0
         self._clock = 0
         self._holds: set[Hold] = set()
-        self._changes = PoolChanges()
+        self._watches: list[PoolWatch] = []
         self.num_evictions = 0
 
     def open_hold(self, owner: str) -> "Hold":
@@ -113,9 +123,14 @@ class BlockPool:
     def sealed_block_ids(self) -> Iterator[bytes]:
         return iter(self._index)
 
-    def take_changes(self) -> PoolChanges:
-        changes, self._changes = self._changes, PoolChanges()
-        return changes
+    def watch(self) -> PoolWatch:
+        """To be closed by who opened it."""
+        watch = PoolWatch(self)
+        self._watches.append(watch)
+        return watch
+
+    def unwatch(self, watch: PoolWatch) -> None:
+        self._watches.remove(watch)
 
     def evict_all(self) -> int:
         """Gives up every block that nobody refers to; returns how many."""
@@ -130,6 +145,9 @@ class BlockPool:
         states = Counter(slot.state for slot in self._slots[1:])
         references = Counter(slot for hold in self._holds for slot in hold.references)
         errors: list[str] = []
+        children = Counter(slot.parent_id for slot in self._slots if slot.state is SlotState.SEALED)
+        if children != self._num_children:
+            errors.append("the counts of blocks by parent are not those of the sealed slots")
         for number, slot in enumerate(self._slots[1:], start=1):
             if slot.num_references != references[number]:
                 errors.append(f"slot {number}: {slot.num_references} references, holds know {references[number]}")
@@ -187,7 +205,7 @@ class BlockPool:
 
     def _offer_for_eviction(self, number: int) -> None:
         slot = self._slots[number]
-        if slot.state is SlotState.SEALED and slot.num_references == 0 and slot.num_children == 0:
+        if self._is_evictable(slot.last_use, number):
             heapq.heappush(self._evictable, (slot.last_use, number))
             if len(self._evictable) > 4 * self.num_slots + 64:
                 self._evictable = [entry for entry in set(self._evictable) if self._is_evictable(*entry)]
@@ -195,8 +213,8 @@ class BlockPool:
 
     def _is_evictable(self, last_use: int, number: int) -> bool:
         slot = self._slots[number]
-        is_idle_leaf = slot.num_references == 0 and slot.num_children == 0
-        return slot.state is SlotState.SEALED and is_idle_leaf and slot.last_use == last_use
+        is_idle = slot.state is SlotState.SEALED and slot.num_references == 0
+        return is_idle and slot.last_use == last_use and not self._num_children[slot.block_id]
 
     def _seal(self, number: int, block_id: bytes, parent_id: bytes) -> int:
         """Names a filling slot; an id that is sealed already adopts the older slot. Returns the slot, referenced once."""
@@ -206,15 +224,12 @@ class BlockPool:
             self._refer(older)
             return older
         slot = self._move(number, SlotState.SEALED)
-        slot.block_id, slot.parent_id, slot.num_references, slot.num_children = block_id, parent_id, 1, 0
+        slot.block_id, slot.parent_id, slot.num_references = block_id, parent_id, 1
         self._index[block_id] = number
-        parent = self._index.get(parent_id)
-        if parent is not None:
-            self._slots[parent].num_children += 1
-        # A parent that is sealed anew after its children (it was evicted alone, which leaves-first makes rare) counts
-        # none of them; the worst that follows is that it is evicted before them once more.
-        self._changes.evicted.discard(block_id)
-        self._changes.sealed.add(block_id)
+        self._num_children[parent_id] += 1
+        for watch in self._watches:
+            watch.evicted.discard(block_id)
+            watch.sealed.add(block_id)
         return number
 
     def _evict_one(self) -> None:
@@ -230,16 +245,18 @@ class BlockPool:
         del self._index[slot.block_id]
         self._num_cached -= 1
         self.num_evictions += 1
-        parent = self._index.get(slot.parent_id)
-        if parent is not None and self._slots[parent].num_children > 0:
-            self._slots[parent].num_children -= 1
-            self._offer_for_eviction(parent)
-        if slot.block_id in self._changes.sealed:
-            self._changes.sealed.discard(slot.block_id)
-        else:
-            self._changes.evicted.add(slot.block_id)
+        self._num_children[slot.parent_id] -= 1
+        if not self._num_children[slot.parent_id]:
+            del self._num_children[slot.parent_id]
+            parent = self._index.get(slot.parent_id)
+            if parent is not None:
+                self._offer_for_eviction(parent)
+        for watch in self._watches:
+            if slot.block_id in watch.sealed:
+                watch.sealed.discard(slot.block_id)
+            else:
+                watch.evicted.add(slot.block_id)
         slot.block_id = slot.parent_id = b""
-        slot.num_children = 0
         self._free.append(number)
 
 
@@ -272,10 +289,10 @@ class Hold:
         for _ in range(count):
             self._pool._give_back(self.reserved.pop())
 
-    def drop(self, number: int) -> None:
-        """Returns a slot that was being filled."""
+    def put_back(self, number: int) -> None:
+        """A slot that was being filled is not, after all: it is reserved again."""
         self.filling.remove(number)
-        self._pool._give_back(number)
+        self.reserved.append(number)
 
     def adopt(self, block_id: bytes) -> int | None:
         """Refers to the sealed block of that id and returns its slot; None if there is none."""

@@ -72,12 +72,14 @@ class RequestOpen(_message.Message):
     def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[_Union[ChoiceStart, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., salt: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., priority: _Optional[int] = ..., time_left_ms: _Optional[int] = ...) -> None: ...
 
 class RequestCancel(_message.Message):
-    __slots__ = ("request_number", "attempt")
+    __slots__ = ("request_number", "attempt", "choices")
     REQUEST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
     request_number: int
     attempt: int
-    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    choices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., choices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouterBeat(_message.Message):
     __slots__ = ()

@@ -1,0 +1,1 @@
+"""The decode role: fills its pool from sources, computes tails, yields tokens."""

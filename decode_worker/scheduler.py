@@ -1,0 +1,397 @@
+"""The decode policy: one token of every running sequence a step, plus tails and local chunks within a budget of time.
+
+Pure: no I/O, no clock, no torch. It decides what runs, what is fetched, who waits and who is preempted; fetching and emitting are
+the service's. The states of a sequence:
+
+    WAITING ──▶ FETCHING ──▶ RUNNING ──▶ ENDED          WAITING: has no slot, only tokens
+       ▲ └─────────┼────────▶──┘            ▲           FETCHING: its slots are reserved, blocks arrive or are awaited
+       └───────────┴── preempted            │           RUNNING: takes part in steps
+                        any state ──────────┘           ENDED: has nothing; the reason was said once
+
+Two sequences that want the same missing block: one fetches, the others wait and adopt what it sealed; when its fetch ends, for
+whatever reason, each looks again. Local computing is shared by claims that live for one plan, as in the prefill policy.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvferry.engine.budget import StepBudget
+from kvferry.engine.plan import Chunk, Draw, Plan, StepResult
+from kvferry.engine.sequence import Sequence
+from kvferry.errors import PoolExhausted
+from kvferry.kv.pool import BlockPool
+from kvferry.messages import ChoiceEndReason, Sampling, Source
+from kvferry.worker.counters import Counters
+
+GROWTH_MARGIN_BLOCKS = 4
+"""Reserved beyond what a sequence has now, so that running sequences rarely need a slot in the middle of a step."""
+
+
+class State(Enum):
+    WAITING = "waiting"
+    FETCHING = "fetching"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+TRANSITIONS = frozenset(
+    {
+        (State.WAITING, State.FETCHING),
+        (State.WAITING, State.RUNNING),
+        (State.WAITING, State.ENDED),
+        (State.FETCHING, State.RUNNING),
+        (State.FETCHING, State.WAITING),
+        (State.FETCHING, State.ENDED),
+        (State.RUNNING, State.WAITING),
+        (State.RUNNING, State.ENDED),
+    }
+)
+
+
+class Choice:
+    """One choice of one request on this worker. `key` is the service's name for it."""
+
+    def __init__(
+        self,
+        key: object,
+        choice: int,
+        sequence: Sequence,
+        num_prompt_tokens: int,
+        sampling: Sampling,
+        sources: tuple[Source, ...] = (),
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ):
+        self.key, self.choice, self.sequence, self.sampling = key, choice, sequence, sampling
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_start_tokens = len(sequence.tokens)
+        self.sources = list(sources)
+        self.num_given_sources = len(sources)
+        self.failed_source_ids: list[str] = []
+        self.priority, self.deadline_s = priority, deadline_s
+        self.arrival = 0
+        self.state = State.WAITING
+        self.fetch: FetchOrder | None = None
+        self.num_tries_at_source = 0
+        self.num_high_water = 0  # tokens that had KV before a preemption
+        self.num_local_tokens = 0
+        self.tail_planned_s: float | None = None
+
+    @property
+    def index(self) -> int:
+        """Of the next token within the choice."""
+        return len(self.sequence.tokens) - self.num_prompt_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (-self.priority, self.arrival)
+
+    def move(self, state: State) -> None:
+        if (self.state, state) not in TRANSITIONS:
+            raise AssertionError(f"a choice cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """What the service shall fetch into `choice`'s sequence: its blocks from where it is up to `num_blocks`."""
+
+    choice: Choice
+    source: Source
+    first_block: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A new token of a choice; `index` is its place in the choice."""
+
+    choice: Choice
+    index: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    choice: Choice
+    reason: ChoiceEndReason
+    detail: str = ""
+
+
+Event = Token | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLimits:
+    context_tokens: int
+    """Tokens of one sequence that may have KV."""
+    max_sequences: int
+    """In steps or fetching at once."""
+    max_local_tokens: int
+    """Beyond so many missing tokens, a request whose sources all failed is handed back instead of computed here."""
+
+
+class DecodeScheduler:
+    def __init__(self, pool: BlockPool, block_size: int, limits: DecodeLimits, budget: StepBudget, counters: Counters):
+        self._pool, self._block_size, self._limits = pool, block_size, limits
+        self._budget, self._counters = budget, counters
+        self._choices: dict[int, Choice] = {}
+        self._fetched_ids: dict[bytes, FetchOrder] = {}
+        self._num_admitted = 0
+        self._events: list[Event] = []
+        self._opened: list[FetchOrder] = []
+        self._dropped: list[FetchOrder] = []
+
+    # ------------------------------------------------------------------------------------------ what the service calls
+
+    def next_sequence_id(self) -> int:
+        self._num_admitted += 1
+        return self._num_admitted
+
+    def admit(self, choice: Choice) -> None:
+        """It waits for its slots; one that can never fit ends at once as TOO_LARGE."""
+        choice.arrival = choice.sequence.sequence_id
+        self._choices[choice.sequence.sequence_id] = choice
+        num_kv_tokens = choice.num_prompt_tokens + choice.sampling.max_tokens - 1
+        limit = min(self._limits.context_tokens, self._pool.num_slots * self._block_size)
+        if num_kv_tokens > limit:
+            detail = f"{num_kv_tokens} tokens of prompt and answer, at most {limit} fit"
+            self._end(choice, ChoiceEndReason.TOO_LARGE, detail)
+
+    def abort(self, choice: Choice) -> None:
+        """Nobody wants it any more. Only between steps. Idempotent."""
+        if choice.state is not State.ENDED:
+            self._counters.add("requests_cancelled")
+            self._end(choice, ChoiceEndReason.CANCELLED)
+
+    def fetch_ended(self, order: FetchOrder, error: str | None, is_source_bad: bool) -> None:
+        """The fetch is over: `error` says why it did not bring everything, `is_source_bad` that trying again is vain."""
+        choice = order.choice
+        if choice.fetch is not order:
+            return
+        self._forget_fetch(choice)
+        made_progress = choice.sequence.num_sealed_blocks > order.first_block
+        if error is not None and choice.sources and choice.sources[0] == order.source:
+            choice.num_tries_at_source += 1
+            if is_source_bad or not made_progress or choice.num_tries_at_source >= 8:
+                choice.failed_source_ids.append(choice.sources.pop(0).worker_id)
+                choice.num_tries_at_source = 0
+
+    def take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def take_fetches(self) -> tuple[list[FetchOrder], list[FetchOrder]]:
+        """Fetches to open, and fetches to drop, since the last call."""
+        fetches = self._opened, self._dropped
+        self._opened, self._dropped = [], []
+        return fetches
+
+    def count(self, state: State) -> int:
+        return sum(choice.state is state for choice in self._choices.values())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._choices
+
+    def next_deadline(self) -> float | None:
+        return min((c.deadline_s for c in self._choices.values() if c.deadline_s is not None), default=None)
+
+    # --------------------------------------------------------------------------------------------------------- the step
+
+    def plan(self, step: int, now: float) -> Plan | None:
+        self._end_expired(now)
+        self._start_waiting()
+        for choice in self._ordered(State.FETCHING):
+            self._look_again(choice)
+        chunks = [*self._next_tokens(), *self._catch_up(now)]
+        kept = tuple(chunk for chunk in chunks if self._is_running(chunk.sequence_id))
+        return Plan(step, kept) if kept else None
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> None:
+        del now
+        for chunk in plan.chunks:
+            choice = self._choices[chunk.sequence_id]
+            if chunk.sequence_id in result.failures:
+                self._counters.add("engine_failures")
+                self._end(choice, ChoiceEndReason.ENGINE_ERROR, result.failures[chunk.sequence_id])
+                continue
+            choice.sequence.computed(chunk.start + len(chunk.tokens))
+            if chunk.draw is not None:
+                self._take_token(choice, result.tokens[chunk.sequence_id])
+        if not result.failures:
+            self._budget.measured(plan.num_tokens, result.duration_s)
+
+    def _take_token(self, choice: Choice, token: int) -> None:
+        self._events.append(Token(choice, choice.index, token))
+        choice.sequence.append(token)
+        if token in choice.sampling.stop_token_ids:
+            self._end(choice, ChoiceEndReason.STOP)
+        elif choice.index >= choice.sampling.max_tokens:
+            self._end(choice, ChoiceEndReason.LENGTH)
+
+    # ------------------------------------------------------------------------------------------------- starting, fetching
+
+    def _start_waiting(self) -> None:
+        num_busy = self.count(State.FETCHING) + self.count(State.RUNNING)
+        for choice in self._ordered(State.WAITING):
+            if num_busy >= self._limits.max_sequences or not self._start(choice):
+                return
+            num_busy += 1
+
+    def _start(self, choice: Choice) -> bool:
+        sequence = choice.sequence
+        margin = GROWTH_MARGIN_BLOCKS * self._block_size
+        wanted = len(sequence.tokens) + min(choice.sampling.max_tokens - choice.index - 1, margin)
+        wanted = min(max(wanted, len(sequence.tokens)), self._limits.context_tokens)
+        try:
+            adopted = sequence.start(wanted, sequence.num_blocks_before_tail)
+        except PoolExhausted:
+            return False
+        if not choice.num_high_water:
+            choice.num_local_tokens = adopted * self._block_size
+            self._counters.add("cache_hit_tokens", choice.num_local_tokens)
+        else:
+            lost = min(choice.num_high_water, len(sequence.tokens)) - sequence.num_computed
+            self._counters.add("recomputed_tokens", max(lost, 0))
+        choice.move(State.FETCHING)
+        self._look_again(choice)
+        return True
+
+    def _look_again(self, choice: Choice) -> None:
+        """A choice in FETCHING that has no fetch of its own: run, wait for somebody else's, or open one."""
+        if choice.fetch is not None:
+            return
+        sequence = choice.sequence
+        self._adopt(choice)
+        missing = sequence.num_blocks_before_tail - sequence.num_sealed_blocks
+        if missing == 0:
+            choice.move(State.RUNNING)
+        elif sequence.next_block_id in self._fetched_ids:
+            return
+        elif choice.sources:
+            self._open_fetch(choice)
+        elif choice.num_given_sources and missing * self._block_size > self._limits.max_local_tokens:
+            self._end(choice, ChoiceEndReason.UNPLACED, f"no source delivered the {missing} missing blocks")
+        else:
+            choice.move(State.RUNNING)
+
+    def _open_fetch(self, choice: Choice) -> None:
+        first, last = choice.sequence.num_sealed_blocks, choice.sequence.num_blocks_before_tail
+        order = FetchOrder(choice, choice.sources[0], first, last)
+        choice.fetch = order
+        for block_id in choice.sequence.block_ids[first:last]:
+            self._fetched_ids.setdefault(block_id, order)
+        self._opened.append(order)
+
+    def _forget_fetch(self, choice: Choice) -> None:
+        order, choice.fetch = choice.fetch, None
+        if order is None:
+            return
+        for block_id in choice.sequence.block_ids[order.first_block : order.num_blocks]:
+            if self._fetched_ids.get(block_id) is order:
+                del self._fetched_ids[block_id]
+
+    def _adopt(self, choice: Choice) -> int:
+        sequence = choice.sequence
+        adopted = sequence.adopt_sealed(sequence.num_blocks_before_tail)
+        if adopted:
+            sequence.hold.give_back(min(adopted, len(sequence.hold.reserved)))
+        return adopted
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    def _next_tokens(self) -> Iterable[Chunk]:
+        for choice in self._ordered(State.RUNNING):
+            sequence = choice.sequence
+            if choice.state is State.RUNNING and len(sequence.tokens) - sequence.num_computed == 1:
+                if self._ensure_slots(choice, len(sequence.tokens)):
+                    yield self._chunk(choice, len(sequence.tokens))
+
+    def _catch_up(self, now: float) -> Iterable[Chunk]:
+        """Tails and local chunks, in order, within the budget; the first of them gets at least one block."""
+        left, claimed = self._budget.num_tokens(), set[bytes]()
+        for choice in self._ordered(State.RUNNING):
+            sequence = choice.sequence
+            if len(sequence.tokens) - sequence.num_computed <= 1 or left <= 0:
+                continue
+            self._adopt(choice)
+            target = self._catch_up_target(choice, left, claimed)
+            if target > sequence.num_computed and self._ensure_slots(choice, target):
+                if target == len(sequence.tokens) and choice.tail_planned_s is None:
+                    choice.tail_planned_s = now
+                left -= target - sequence.num_computed
+                yield self._chunk(choice, target)
+
+    def _catch_up_target(self, choice: Choice, left: int, claimed: set[bytes]) -> int:
+        """The end of the tokens if it is within reach, else a block's edge; whole blocks before it are claimed."""
+        sequence, size = choice.sequence, self._block_size
+        target = min(len(sequence.tokens), sequence.num_computed + left)
+        if target < len(sequence.tokens):
+            target = max(target // size * size, (sequence.num_sealed_blocks + 1) * size)
+        for k in range(sequence.num_sealed_blocks, min(target // size, sequence.num_blocks_before_tail)):
+            block_id = sequence.block_ids[k]
+            if block_id in claimed or (k > sequence.num_sealed_blocks and block_id in self._pool):
+                return max(k * size, sequence.num_computed)
+            claimed.add(block_id)
+        return target
+
+    def _chunk(self, choice: Choice, target: int) -> Chunk:
+        sequence, sampling = choice.sequence, choice.sampling
+        draw = None
+        if target == len(sequence.tokens):
+            draw = Draw(
+                sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, choice.choice, choice.index
+            )
+        tokens = tuple(sequence.tokens[sequence.num_computed : target])
+        return Chunk(sequence.sequence_id, tokens, sequence.num_computed, sequence.cover(target), draw)
+
+    def _ensure_slots(self, choice: Choice, target: int) -> bool:
+        """Reserves what is lacking, preempting the youngest if need be; False if that was the choice itself."""
+        while lacking := choice.sequence.num_slots_lacking(target):
+            try:
+                choice.sequence.hold.reserve(lacking)
+            except PoolExhausted:
+                victim = max(self._ordered(State.RUNNING, State.FETCHING), key=lambda other: other.order)
+                self._preempt(victim)
+                if victim is choice:
+                    return False
+        return True
+
+    def _preempt(self, choice: Choice) -> None:
+        """Its blocks go, its tokens stay; it comes back as an ordinary sequence."""
+        self._counters.add("preemptions")
+        self._drop_fetch(choice)
+        choice.num_high_water = max(choice.num_high_water, choice.sequence.num_computed)
+        choice.sequence.stop()
+        choice.move(State.WAITING)
+
+    # --------------------------------------------------------------------------------------------------------- endings
+
+    def _end_expired(self, now: float) -> None:
+        for choice in list(self._choices.values()):
+            if choice.deadline_s is not None and now >= choice.deadline_s:
+                self._end(choice, ChoiceEndReason.DEADLINE, "the request's time ran out")
+
+    def _end(self, choice: Choice, reason: ChoiceEndReason, detail: str = "") -> None:
+        self._drop_fetch(choice)
+        choice.sequence.stop()
+        choice.move(State.ENDED)
+        del self._choices[choice.sequence.sequence_id]
+        self._events.append(Ended(choice, reason, detail))
+
+    def _drop_fetch(self, choice: Choice) -> None:
+        if choice.fetch is not None:
+            if choice.fetch in self._opened:
+                self._opened.remove(choice.fetch)
+            else:
+                self._dropped.append(choice.fetch)
+            self._forget_fetch(choice)
+
+    def _ordered(self, *states: State) -> list[Choice]:
+        return sorted((c for c in self._choices.values() if c.state in states), key=lambda choice: choice.order)
+
+    def _is_running(self, sequence_id: int) -> bool:
+        choice = self._choices.get(sequence_id)
+        return choice is not None and choice.state is State.RUNNING

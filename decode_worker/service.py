@@ -1,0 +1,291 @@
+"""The decode worker's service: requests in from routers, tokens out, one message a step for each router.
+
+It owns what the scheduler must not know: streams, fetch tasks, clocks and reports. When a router's stream ends, everything that it
+opened is aborted between two steps. Fetches run in the service's own task group and end with the choice that wanted them.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from decode_worker.scheduler import Choice, DecodeScheduler, Ended, FetchOrder, Token
+from kvferry.bell import Bell
+from kvferry.engine.sequence import Sequence
+from kvferry.errors import FetchFailed
+from kvferry.kv.block_id import chain_root
+from kvferry.kv.pool import BlockPool
+from kvferry.messages import (
+    Beat,
+    ChoiceEnd,
+    ChoiceEndReason,
+    DecodeMessage,
+    FetchFailureKind,
+    FetchOpen,
+    NewTokens,
+    RequestCancel,
+    RequestOpen,
+    RouterMessage,
+    StartReport,
+    StepOutput,
+)
+from kvferry.streams import Stream, StreamEnded
+from kvferry.worker.counters import Counters
+from kvferry.worker.identity import WorkerIdentity
+from kvferry.worker.loop import EngineLoop
+from kvferry.worker.reader import BlockReader, FetchReport
+
+BEAT_INTERVAL_S = 1.0
+SILENCE_S = 3.0
+RETRYABLE = {FetchFailureKind.MISSING.value}
+"""Failures after which the same source is worth another try, if blocks did arrive."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """One attempt of one request, as its router opened it."""
+
+    session: "_Session"
+    opening: RequestOpen
+    opened_s: float
+    choices: dict[int, Choice] = field(default_factory=dict[int, Choice])
+    reports: list[FetchReport] = field(default_factory=list[FetchReport])
+    has_started: bool = False
+
+
+class _Session:
+    """One router's stream."""
+
+    def __init__(self, stream: Stream[DecodeMessage, RouterMessage]):
+        self.stream = stream
+        self.requests: dict[int, _Request] = {}
+        self.is_open = True
+        self.tokens: list[NewTokens] = []
+        self.starts: list[StartReport] = []
+        self.ends: list[ChoiceEnd] = []
+        self.has_news = Bell()
+
+    def take_output(self, step: int) -> StepOutput | None:
+        if not (self.tokens or self.ends):
+            return None
+        output = StepOutput(step, tuple(self.tokens), tuple(self.starts), tuple(self.ends))
+        self.tokens, self.starts, self.ends = [], [], []
+        return output
+
+
+class DecodeService:
+    """Serves `attach` streams. `run` must run beside the engine loop."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        scheduler: DecodeScheduler,
+        loop: EngineLoop,
+        pool: BlockPool,
+        reader: BlockReader,
+        counters: Counters,
+        silence_s: float = SILENCE_S,
+    ):
+        self._identity, self._scheduler, self._loop = identity, scheduler, loop
+        self._pool, self._reader, self._counters, self._silence_s = pool, reader, counters, silence_s
+        self._fetches: dict[FetchOrder, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        loop.emit = self._emit
+
+    async def run(self) -> None:
+        """Keeps the task group of the fetches; until cancelled."""
+        async with asyncio.TaskGroup() as self._group:
+            await asyncio.get_running_loop().create_future()
+
+    # --------------------------------------------------------------------------------------------------------- streams
+
+    async def serve_attach(self, stream: Stream[DecodeMessage, RouterMessage]) -> None:
+        """Until the router ends the stream or is silent for too long."""
+        session = _Session(stream)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send(session))
+                group.create_task(self._receive(session))
+        except* (StreamEnded, TimeoutError):
+            pass  # whatever the reason: what this router opened ends with its stream
+        finally:
+            session.is_open = False
+            self._loop.post(lambda: self._abort_session(session))
+
+    async def _receive(self, session: _Session) -> None:
+        while True:
+            async with asyncio.timeout(self._silence_s):
+                message = await session.stream.receive()
+            if isinstance(message, RequestOpen):
+                arrived_s = self._loop.now()
+                self._loop.post(lambda opening=message, at=arrived_s: self._open(session, opening, at))
+            elif isinstance(message, RequestCancel):
+                self._loop.post(lambda cancel=message: self._cancel(session, cancel))
+
+    async def _send(self, session: _Session) -> None:
+        while True:
+            output = session.take_output(self._loop.step)
+            if output is not None:
+                await session.stream.send(output)
+                continue
+            if self._loop.is_advancing:
+                await session.stream.send(Beat(self._loop.step))
+            if not (session.tokens or session.ends):
+                await session.has_news.wait(BEAT_INTERVAL_S)
+
+    # ------------------------------------------------------------------------------------------ requests, between steps
+
+    def _open(self, session: _Session, opening: RequestOpen, arrived_s: float) -> None:
+        if not session.is_open:
+            return
+        fault = self._fault_of(opening)
+        if fault:
+            session.ends += [
+                ChoiceEnd(opening.number, opening.attempt, start.choice, ChoiceEndReason.INVALID, fault)
+                for start in opening.choices
+            ]
+            session.has_news.ring()
+            return
+        self._counters.add("requests_opened")
+        request = _Request(session, opening, arrived_s)
+        session.requests[opening.number] = request
+        root = chain_root(self._identity.model_id, self._identity.fidelity, opening.salt)
+        deadline_s = None if opening.time_left_s is None else arrived_s + opening.time_left_s
+        for start in opening.choices:
+            tokens = [*opening.prompt_tokens, *start.emitted_tokens]
+            sequence = Sequence(
+                self._scheduler.next_sequence_id(), tokens, root, self._identity.block_size, self._pool
+            )
+            choice = Choice(
+                request,
+                start.choice,
+                sequence,
+                len(opening.prompt_tokens),
+                opening.sampling,
+                opening.sources,
+                opening.priority,
+                deadline_s,
+            )
+            request.choices[start.choice] = choice
+            self._scheduler.admit(choice)
+
+    def _fault_of(self, opening: RequestOpen) -> str:
+        vocabulary, sampling = self._identity.vocabulary_size, opening.sampling
+        tokens = [*opening.prompt_tokens, *(t for start in opening.choices for t in start.emitted_tokens)]
+        if not opening.prompt_tokens or not opening.choices:
+            return "prompt_tokens and choices must not be empty"
+        if max(tokens) >= vocabulary:
+            return f"prompt_tokens: {max(tokens)} is not in the vocabulary of {vocabulary}"
+        if len({start.choice for start in opening.choices}) != len(opening.choices):
+            return "choices: a choice is named twice"
+        if any(len(start.emitted_tokens) >= sampling.max_tokens for start in opening.choices):
+            return "max_tokens: a choice has all of its tokens already"
+        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
+            return "temperature must not be negative, top_p must be in (0, 1]"
+        return ""
+
+    def _cancel(self, session: _Session, cancel: RequestCancel) -> None:
+        request = session.requests.get(cancel.number)
+        if request is None or request.opening.attempt != cancel.attempt:
+            return
+        for number in cancel.choices or tuple(request.choices):
+            if number in request.choices:
+                self._scheduler.abort(request.choices[number])
+
+    def _abort_session(self, session: _Session) -> None:
+        for request in list(session.requests.values()):
+            for choice in list(request.choices.values()):
+                self._scheduler.abort(choice)
+
+    # ------------------------------------------------------------------------------------------------------------ emit
+
+    def _emit(self) -> None:
+        """After each step and drain: events to their sessions, fetches opened and dropped."""
+        touched: set[_Session] = set()
+        for event in self._scheduler.take_events():
+            request = event.choice.key
+            assert isinstance(request, _Request)
+            if isinstance(event, Token):
+                self._tell_token(request, event)
+            else:
+                self._tell_end(request, event)
+            touched.add(request.session)
+        for session in touched:
+            session.has_news.ring()
+        opened, dropped = self._scheduler.take_fetches()
+        for order in dropped:
+            task = self._fetches.pop(order, None)
+            if task is not None:
+                task.cancel()
+        for order in opened:
+            assert self._group is not None, "run() must run beside the loop"
+            self._fetches[order] = self._group.create_task(self._fetch(order))
+
+    def _tell_token(self, request: _Request, event: Token) -> None:
+        session, opening = request.session, request.opening
+        if not request.has_started:
+            request.has_started = True
+            session.starts.append(self._start_report(request, event.choice))
+        session.tokens.append(
+            NewTokens(opening.number, opening.attempt, event.choice.choice, event.index, (event.token,))
+        )
+
+    def _tell_end(self, request: _Request, event: Ended) -> None:
+        session, opening, choice = request.session, request.opening, event.choice
+        del request.choices[choice.choice]
+        if not request.choices and session.requests.get(opening.number) is request:
+            del session.requests[opening.number]
+        failed = tuple(choice.failed_source_ids)
+        session.ends.append(
+            ChoiceEnd(opening.number, opening.attempt, choice.choice, event.reason, event.detail, failed)
+        )
+
+    def _start_report(self, request: _Request, choice: Choice) -> StartReport:
+        def since(instant: float | None) -> float | None:
+            return None if instant is None else instant - request.opened_s
+
+        reports, size = request.reports, self._identity.block_size
+        with_blocks = [report for report in reports if report.num_blocks]
+        num_blocks = sum(report.num_blocks for report in with_blocks)
+        num_cached = sum(min(report.num_source_cached_blocks, report.num_blocks) for report in with_blocks)
+        return StartReport(
+            request.opening.number,
+            request.opening.attempt,
+            fetch_opened_s=since(reports[0].opened_s) if reports else None,
+            first_block_s=since(with_blocks[0].first_block_s) if with_blocks else None,
+            last_block_s=since(with_blocks[-1].last_block_s) if with_blocks else None,
+            tail_planned_s=since(choice.tail_planned_s),
+            first_token_s=since(self._loop.now()),
+            num_local_tokens=choice.num_local_tokens,
+            num_fetched_tokens=num_blocks * size,
+            num_source_cached_tokens=num_cached * size,
+            num_computed_tokens=max(choice.num_start_tokens - choice.num_local_tokens - num_blocks * size, 0),
+            num_fetched_blocks=num_blocks,
+            fetched_bytes=sum(report.num_bytes for report in with_blocks),
+            source_worker_id=with_blocks[-1].source.worker_id if with_blocks else "",
+        )
+
+    # --------------------------------------------------------------------------------------------------------- fetching
+
+    async def _fetch(self, order: FetchOrder) -> None:
+        choice = order.choice
+        request = choice.key
+        assert isinstance(request, _Request)
+        now = self._loop.now()
+        report = FetchReport(now, order.source)
+        request.reports.append(report)
+        opening = FetchOpen(
+            model_id=self._identity.model_id,
+            fidelity=self._identity.fidelity,
+            tokens=tuple(choice.sequence.tokens[: order.num_blocks * self._identity.block_size]),
+            first_block=order.first_block,
+            salt=request.opening.salt,
+            priority=choice.priority,
+            time_left_s=None if choice.deadline_s is None else max(choice.deadline_s - now, 0.001),
+            holders=request.opening.holders,
+        )
+        error, is_source_bad = None, False
+        try:
+            await self._reader.fetch(choice.sequence, opening, report)
+        except FetchFailed as failed:
+            error, is_source_bad = failed.message, failed.kind not in RETRYABLE
+        self._fetches.pop(order, None)
+        self._loop.post(lambda: self._scheduler.fetch_ended(order, error, is_source_bad))

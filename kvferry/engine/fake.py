@@ -1,0 +1,76 @@
+"""A model without weights whose next token derives from the KV bytes that it holds.
+
+A token's KV is 64 bytes, a hash of the token and of the previous token's KV as read from the pool; the next token is a hash of
+all KV bytes of the context as read through the block table. So a lost, stale, swapped or doubled block changes the output,
+and equal tokens give equal output wherever and however they were computed. Used by the tests and wherever time, not text, is
+of interest.
+"""
+
+from hashlib import blake2b
+
+from kvferry.engine.plan import Chunk, Plan, StepResult
+from kvferry.kv.memory import BlockFormat
+from kvferry.messages import Sampling
+
+KV_BYTES = 64
+
+
+class BytesMemory:
+    """A block memory over plain bytes. `fill` is what unwritten memory holds."""
+
+    def __init__(self, num_slots: int, block_size: int, fill: int = 0xAB):
+        size = KV_BYTES * block_size
+        self.format = BlockFormat("uint8", (1, 1, 1, block_size, KV_BYTES), block_size, size)
+        self._bytes = memoryview(bytearray([fill]) * ((num_slots + 1) * size))
+
+    def view(self, slot: int) -> memoryview:
+        size = self.format.block_bytes
+        return self._bytes[slot * size : (slot + 1) * size]
+
+
+class FakeRunner:
+    """A runner over `BytesMemory`."""
+
+    def __init__(self, memory: BytesMemory, vocabulary_size: int = 1000):
+        self._memory = memory
+        self._vocabulary_size = vocabulary_size
+
+    def run(self, plan: Plan) -> StepResult:
+        return StepResult({chunk.sequence_id: token for chunk in plan.chunks if (token := self._run(chunk)) is not None})
+
+    def _run(self, chunk: Chunk) -> int | None:
+        for position, token in enumerate(chunk.tokens, start=chunk.start):
+            previous = bytes(self._kv(chunk, position - 1)) if position else b""
+            self._kv(chunk, position)[:] = kv_of(previous, token)
+        if chunk.draw is None:
+            return None
+        context = b"".join(self._kv(chunk, position) for position in range(chunk.start + len(chunk.tokens)))
+        return next_token(context, self._vocabulary_size, chunk.draw.seed if chunk.draw.temperature else 0)
+
+    def _kv(self, chunk: Chunk, position: int) -> memoryview:
+        block, offset = divmod(position, self._memory.format.block_size)
+        return self._memory.view(chunk.slots[block])[offset * KV_BYTES : (offset + 1) * KV_BYTES]
+
+
+def kv_of(previous: bytes, token: int) -> bytes:
+    return blake2b(previous + token.to_bytes(4, "little"), digest_size=KV_BYTES).digest()
+
+
+def next_token(context: bytes, vocabulary_size: int, seed: int = 0) -> int:
+    digest = blake2b(context + seed.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % vocabulary_size
+
+
+def fake_answer(prompt: list[int], sampling: Sampling, vocabulary_size: int = 1000) -> list[int]:
+    """What any undisturbed service must answer: the reference, computed without pool or plan."""
+    context, previous, answer = b"", b"", list[int]()
+    pending = list(prompt)
+    while True:
+        for token in pending:
+            previous = kv_of(previous, token)
+            context += previous
+        token = next_token(context, vocabulary_size, sampling.seed if sampling.temperature else 0)
+        answer.append(token)
+        if token in sampling.stop_token_ids or len(answer) == sampling.max_tokens:
+            return answer
+        pending = [token]

@@ -1,0 +1,230 @@
+"""The three links over gRPC: `GrpcDialer` on the side that opens them, `add_*` on the side that serves them.
+
+The one choke point for calls: options, keepalive, the cluster's secret, cancelling and the translation of a call's end into
+`StreamEnded` are here and nowhere else. A call is cancelled on every way out (grpcio does not do it when one is dropped).
+"""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from kvferry.errors import ConfigurationError, InvalidRequest
+from kvferry.rpc import converter
+from kvferry.rpc.v1 import decode_pb2_grpc, fetch_pb2_grpc, registry_pb2_grpc
+from kvferry.streams import DecodeServer, FetchServer, RegistryServer, StreamEnded
+
+logger = logging.getLogger(__name__)
+
+SECRET_KEY = "kvferry-secret"
+MIN_MESSAGE_BYTES = 16 * 1024 * 1024
+KEEPALIVE_MS = 2000
+
+
+def channel_options(block_bytes: int = 0) -> list[tuple[str, int]]:
+    """For channels and servers alike. A frame has at least one block, so the limit follows from the block's size."""
+    limit = max(MIN_MESSAGE_BYTES, 2 * block_bytes + 1024 * 1024)
+    return [
+        ("grpc.max_send_message_length", limit),
+        ("grpc.max_receive_message_length", limit),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM contents. `authority` is what peers' certificates must chain to."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+
+
+class _ClientStream:
+    """The dialled side of a call."""
+
+    def __init__(self, call: Any, to_wire: Callable[[Any], Any], from_wire: Callable[[Any], Any]):
+        self._call, self._to_wire, self._from_wire = call, to_wire, from_wire
+        self._sending = asyncio.Lock()
+
+    async def send(self, message: Any) -> None:
+        try:
+            async with self._sending:
+                await self._call.write(self._to_wire(message))
+        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise await self._ended() from error
+
+    async def receive(self) -> Any:
+        try:
+            wire = await self._call.read()
+        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise await self._ended() from error
+        if wire is aio.EOF:
+            raise await self._ended()
+        return self._from_wire(wire)
+
+    def close(self) -> None:
+        self._call.cancel()
+
+    async def _ended(self) -> StreamEnded:
+        code = await self._call.code()
+        return StreamEnded(f"{code.name}: {await self._call.details() or 'no details'}", code.name)
+
+
+class GrpcDialer:
+    """A `Dialer`. Channels are kept by address; one that fails reconnects by itself."""
+
+    def __init__(self, secret: str, block_bytes: int = 0, tls: TlsFiles | None = None):
+        self._metadata = ((SECRET_KEY, secret),)
+        self._options = channel_options(block_bytes)
+        self._tls = tls
+        self._channels: dict[str, aio.Channel] = {}
+
+    def attach(self, address: str) -> Any:
+        call = decode_pb2_grpc.DecodeServiceStub(self._channel(address)).Attach(metadata=self._metadata)  # type: ignore[call-arg]
+        return _ClientStream(call, converter.router_message_to_wire, converter.decode_message_from_wire)
+
+    def fetch(self, address: str) -> Any:
+        call = fetch_pb2_grpc.FetchServiceStub(self._channel(address)).Fetch(metadata=self._metadata)  # type: ignore[call-arg]
+        return _ClientStream(call, converter.fetch_up_to_wire, converter.fetch_down_from_wire)
+
+    def join(self, address: str) -> Any:
+        call = registry_pb2_grpc.RegistryServiceStub(self._channel(address)).Join(metadata=self._metadata)  # type: ignore[call-arg]
+        return _ClientStream(call, converter.join_up_to_wire, converter.join_down_from_wire)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _channel(self, address: str) -> aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = self._connect(address)
+        return self._channels[address]
+
+    def _connect(self, address: str) -> aio.Channel:
+        if self._tls is None:
+            return aio.insecure_channel(address, options=self._options)
+        tls = self._tls
+        credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
+        return aio.secure_channel(address, credentials, options=self._options)
+
+
+class _ServerStream:
+    """The served side of a call."""
+
+    def __init__(self, context: Any, to_wire: Callable[[Any], Any], from_wire: Callable[[Any], Any]):
+        self._context, self._to_wire, self._from_wire = context, to_wire, from_wire
+        self._sending = asyncio.Lock()
+
+    async def send(self, message: Any) -> None:
+        if self._context.done():
+            raise StreamEnded("the caller has left", "CANCELLED")
+        try:
+            async with self._sending:
+                await self._context.write(self._to_wire(message))
+        except (aio.UsageError, aio.InternalError, asyncio.InvalidStateError) as error:
+            raise StreamEnded(f"the caller has left: {error}", "CANCELLED") from error
+
+    async def receive(self) -> Any:
+        try:
+            wire = await self._context.read()
+        except (aio.UsageError, aio.InternalError, asyncio.InvalidStateError) as error:
+            raise StreamEnded(f"the caller has left: {error}", "CANCELLED") from error
+        if wire is aio.EOF:
+            raise StreamEnded("the caller ended the stream")
+        return self._from_wire(wire)
+
+    def close(self) -> None:
+        """Nothing to do: the call ends when its handler returns."""
+
+
+class _Served:
+    """A handler of one bidirectional method: checks the secret, wraps the call, translates the end."""
+
+    def __init__(self, serve: Callable[[Any], Awaitable[None]], secret: str, to_wire: Any, from_wire: Any):
+        self._serve, self._secret, self._to_wire, self._from_wire = serve, secret, to_wire, from_wire
+
+    async def __call__(self, request_iterator: Any, context: Any) -> None:
+        del request_iterator
+        given = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
+        if not hmac.compare_digest(str(given).encode(), self._secret.encode()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated")
+        try:
+            await self._serve(_ServerStream(context, self._to_wire, self._from_wire))
+        except StreamEnded:
+            return
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the stream's opening did not come in time")
+        except InvalidRequest as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+
+
+def add_decode_service(server: aio.Server, service: DecodeServer, secret: str) -> None:
+    class Servicer(decode_pb2_grpc.DecodeServiceServicer):
+        Attach = staticmethod(  # type: ignore[assignment]
+            _handler(service.serve_attach, secret, converter.decode_message_to_wire, converter.router_message_from_wire)
+        )
+
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(Servicer(), server)
+
+
+def add_fetch_service(server: aio.Server, service: FetchServer, secret: str) -> None:
+    class Servicer(fetch_pb2_grpc.FetchServiceServicer):
+        Fetch = staticmethod(  # type: ignore[assignment]
+            _handler(service.serve_fetch, secret, converter.fetch_down_to_wire, converter.fetch_up_from_wire)
+        )
+
+    fetch_pb2_grpc.add_FetchServiceServicer_to_server(Servicer(), server)
+
+
+def add_registry_service(server: aio.Server, service: RegistryServer, secret: str) -> None:
+    class Servicer(registry_pb2_grpc.RegistryServiceServicer):
+        Join = staticmethod(  # type: ignore[assignment]
+            _handler(service.serve_join, secret, converter.join_down_to_wire, converter.join_up_from_wire)
+        )
+
+    registry_pb2_grpc.add_RegistryServiceServicer_to_server(Servicer(), server)
+
+
+def _handler(serve: Callable[[Any], Awaitable[None]], secret: str, to_wire: Any, from_wire: Any) -> Any:
+    served = _Served(serve, secret, to_wire, from_wire)
+
+    async def handle(request_iterator: Any, context: Any) -> None:
+        await served(request_iterator, context)
+
+    return handle
+
+
+def new_server(block_bytes: int = 0) -> aio.Server:
+    return aio.server(options=channel_options(block_bytes), maximum_concurrent_rpcs=None)
+
+
+def bind(server: aio.Server, host: str, port: int, tls: TlsFiles | None = None) -> int:
+    """Returns the real port. Raises ConfigurationError naming a port that is taken."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if tls is None:
+            real = server.add_insecure_port(address)
+        else:
+            pairs = ((tls.key, tls.certificate),)
+            credentials = grpc.ssl_server_credentials(pairs, tls.authority, require_client_auth=True)
+            real = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigurationError(f"cannot listen at {address}: {error}; choose another --port, or 0 for any") from error
+    if real == 0:
+        raise ConfigurationError(f"cannot listen at {address}: it is taken; choose another --port, or 0 for any")
+    return real

@@ -1,0 +1,67 @@
+"""The parts that both workers have, put together: pool, counters, loop, reader, memberships.
+
+A role adds its scheduler and its service. `run` runs it all until it is cancelled; when it ends, everything has ended.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+
+from kvferry.engine.engine import Engine
+from kvferry.engine.plan import Scheduler
+from kvferry.kv.pool import BlockPool
+from kvferry.messages import Role, WorkerDescription, WorkerProgress
+from kvferry.streams import Dialer
+from kvferry.worker.counters import Counters
+from kvferry.worker.loop import EngineLoop, Executor
+from kvferry.worker.member import Membership
+from kvferry.worker.reader import BlockReader
+from kvferry.worker.settings import WorkerSettings
+
+
+class WorkerBody:
+    def __init__(self, role: Role, engine: Engine, executor: Executor, dialer: Dialer, settings: WorkerSettings):
+        self.role, self.engine, self.settings = role, engine, settings
+        self.identity = engine.identity
+        self.counters = Counters()
+        self.pool = BlockPool(engine.num_slots)
+        self.reader = BlockReader(dialer, engine.memory, self.counters, settings.silence_s)
+        self._executor, self._dialer = executor, dialer
+
+    def loop_for(self, scheduler: Scheduler) -> EngineLoop:
+        return EngineLoop(scheduler, self._executor, self.pool, self.counters)
+
+    @property
+    def description(self) -> WorkerDescription:
+        identity, settings = self.identity, self.settings
+        return WorkerDescription(
+            worker_id=settings.worker_id,
+            incarnation=settings.incarnation,
+            role=self.role,
+            address=settings.address,
+            model_id=identity.model_id,
+            fidelity=identity.fidelity,
+            numerics_id=identity.numerics_id,
+            block_size=identity.block_size,
+            block_bytes=identity.block_bytes,
+            pool_tokens=self.pool.num_slots * identity.block_size,
+            context_tokens=identity.context_tokens,
+            vocabulary_size=identity.vocabulary_size,
+            max_sequences=settings.max_sequences,
+            pid=os.getpid(),
+            num_threads=settings.num_threads,
+        )
+
+    async def run(
+        self, loop: EngineLoop, load: Callable[[], WorkerProgress], services: list[Coroutine[None, None, None]]
+    ) -> None:
+        """Raises JoinRefused; otherwise until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for service in services:
+                group.create_task(service)
+            group.create_task(loop.run())
+            for address in self.settings.router_addresses:
+                membership = Membership(
+                    self._dialer, address, self.description, loop, self.pool, load, self.settings.silence_s
+                )
+                group.create_task(membership.run())

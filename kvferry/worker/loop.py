@@ -1,0 +1,155 @@
+"""The worker's loop: drain the inbox, plan, run, commit, emit. One for both policies.
+
+Everything that changes scheduler or pool runs on this loop's task or, between two awaits, on the same event loop; what must not
+happen while a step runs (abort, admission) is posted to the inbox. The step itself runs on an executor: a thread of its own
+in production, inline and in virtual time in tests. The loop knows no request and no wire.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from kvferry.bell import Bell
+from kvferry.engine.plan import Plan, Runner, Scheduler, StepResult
+from kvferry.kv.pool import BlockPool
+from kvferry.worker.counters import Counters
+
+logger = logging.getLogger(__name__)
+
+MIN_STEP_LIMIT_S = 3.0
+FIRST_STEP_LIMIT_S = 30.0
+STEP_LIMIT_FACTOR = 8.0
+SMALL_STEP_TOKENS = 16
+
+
+class StepTimes:
+    """What steps took at most: the allowance within which a long step is not taken for a hang."""
+
+    def __init__(self) -> None:
+        self._small_s = 0.0
+        self._s_per_token = 0.0
+
+    def limit_s(self, num_tokens: int) -> float:
+        if num_tokens > SMALL_STEP_TOKENS and not self._s_per_token:
+            return FIRST_STEP_LIMIT_S
+        if not self._small_s and not self._s_per_token:
+            return FIRST_STEP_LIMIT_S
+        return max(MIN_STEP_LIMIT_S, STEP_LIMIT_FACTOR * (self._small_s + num_tokens * self._s_per_token))
+
+    def measured(self, num_tokens: int, duration_s: float) -> None:
+        if num_tokens <= SMALL_STEP_TOKENS:
+            self._small_s = max(0.99 * self._small_s, duration_s)
+        else:
+            self._s_per_token = max(0.99 * self._s_per_token, duration_s / num_tokens)
+
+
+class Executor(Protocol):
+    """Where the step runs."""
+
+    async def execute(self, plan: Plan) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+class ThreadExecutor:
+    """Runs steps on one thread of its own. `StepResult.duration_s` is measured there."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-step")
+
+    async def execute(self, plan: Plan) -> StepResult:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.run, plan)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class EngineLoop:
+    """Owns the inbox, the step counter and the knowledge of whether the engine advances."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, pool: BlockPool, counters: Counters):
+        self._scheduler, self._executor, self._pool, self._counters = scheduler, executor, pool, counters
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = Bell()
+        self._step_began: float | None = None
+        self._times = StepTimes()
+        self._step_limit_s = FIRST_STEP_LIMIT_S
+        self._num_evictions = 0
+        self.step = 0
+        self.stepped = Bell()
+        """Rings after each commit and whenever the loop has drained its inbox."""
+        self.emit: Callable[[], None] = lambda: None
+        """Called after each commit and each drain."""
+
+    def now(self) -> float:
+        """The event loop's monotonic clock, virtual in tests."""
+        return asyncio.get_running_loop().time()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Runs `action` between two steps."""
+        self._inbox.append(action)
+        self._wake.ring()
+
+    @property
+    def is_advancing(self) -> bool:
+        """False while a step takes longer than what was measured can explain: only then is silence the truth."""
+        return self._step_began is None or self.now() - self._step_began < self._step_limit_s
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                while self._inbox:
+                    self._inbox.popleft()()
+                plan = self._scheduler.plan(self.step + 1, self.now())
+                self.emit()
+                self.stepped.ring()
+                if plan is None:
+                    await self._rest()
+                else:
+                    await self._run_step(plan)
+        finally:
+            self._executor.close()
+
+    async def _rest(self) -> None:
+        if self._inbox:
+            return
+        if self._scheduler.is_idle:
+            self._audit()
+        deadline = self._scheduler.next_deadline()
+        await self._wake.wait(None if deadline is None else max(deadline - self.now(), 0.001))
+
+    def _audit(self) -> None:
+        """Nothing runs, so nobody may hold anything."""
+        counts = self._pool.counts
+        if counts.num_filling == counts.num_live == 0:
+            return
+        audit = self._pool.audit()
+        self._counters.add("leaked_slots", sum(audit.leaks.values()))
+        logger.error("the idle pool is not clean: held by %s; %s", audit.leaks, "; ".join(audit.errors) or "no other fault")
+
+    async def _run_step(self, plan: Plan) -> None:
+        self._step_began = began = self.now()
+        self._step_limit_s = self._times.limit_s(plan.num_tokens)
+        try:
+            result = await self._executor.execute(plan)
+        except Exception as error:
+            logger.exception("step %d failed", plan.step)
+            result = StepResult({}, {chunk.sequence_id: f"the step failed: {error!r}" for chunk in plan.chunks})
+        finally:
+            self._step_began = None
+        duration_s = self.now() - began
+        if not result.failures:
+            self._times.measured(plan.num_tokens, duration_s)
+        self.step = plan.step
+        self._counters.add("steps")
+        done = sum(len(chunk.tokens) for chunk in plan.chunks if chunk.sequence_id not in result.failures)
+        self._counters.add("computed_tokens", done)
+        self._counters.add("generated_tokens", len(result.tokens))
+        self._scheduler.commit(plan, StepResult(result.tokens, result.failures, duration_s), self.now())
+        self._counters.add("evicted_blocks", self._pool.num_evictions - self._num_evictions)
+        self._num_evictions = self._pool.num_evictions

@@ -1,0 +1,1 @@
+"""The prefill role: turns tokens into whole blocks and serves them. Knows nothing of sampling or text."""

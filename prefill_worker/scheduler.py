@@ -1,0 +1,193 @@
+"""The prefill policy: fills a step with large chunks of few chains, up to a budget of time, and wants no logits.
+
+Pure: no I/O, no clock. A chain starts when all of it fits into the pool. Computing has no owner: at each plan, in the order of
+priority and arrival, a chain goes on over what is sealed and claims what it computes in this step; whoever wants a claimed
+block too simply finds it sealed at a later plan. So shared work passes on when one waiter leaves, and ends with the last.
+"""
+
+from enum import Enum
+
+from kvferry.engine.budget import StepBudget
+from kvferry.engine.plan import Chunk, Plan, StepResult
+from kvferry.engine.sequence import Sequence
+from kvferry.errors import InvalidRequest, PoolExhausted
+from kvferry.kv.pool import BlockPool
+from kvferry.messages import Source
+
+
+class ChainState(Enum):
+    WAITING = "waiting"
+    READING = "reading"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+TRANSITIONS = frozenset(
+    {
+        (ChainState.WAITING, ChainState.READING),  # its beginning comes from a holder
+        (ChainState.WAITING, ChainState.RUNNING),
+        (ChainState.READING, ChainState.RUNNING),
+        (ChainState.RUNNING, ChainState.DONE),
+        (ChainState.RUNNING, ChainState.FAILED),
+    }
+)
+
+
+class Chain:
+    """Whole blocks that somebody waits for. `sequence` has a multiple of the block size of tokens."""
+
+    def __init__(self, sequence: Sequence, priority: int, arrival: int, holders: tuple[Source, ...], salt: bytes):
+        self.sequence = sequence
+        self.holders = list(holders)
+        self.salt = salt
+        self.order = (-priority, arrival)
+        self.state = ChainState.WAITING
+        self.num_done_blocks = 0
+        self.num_cached_blocks = 0
+        self.failure = ""
+
+    def move(self, state: ChainState) -> None:
+        if (self.state, state) not in TRANSITIONS:
+            raise AssertionError(f"a chain cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+
+class PrefillScheduler:
+    def __init__(self, pool: BlockPool, block_size: int, budget: StepBudget):
+        self._pool, self._block_size, self._budget = pool, block_size, budget
+        self._chains: dict[int, Chain] = {}
+        self._num_admitted = 0
+        self._reads: list[tuple[Chain, Source]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(chain.state is ChainState.WAITING for chain in self._chains.values())
+
+    @property
+    def num_reading(self) -> int:
+        return sum(chain.state is ChainState.READING for chain in self._chains.values())
+
+    @property
+    def num_running(self) -> int:
+        return sum(chain.state is ChainState.RUNNING for chain in self._chains.values())
+
+    def admit(
+        self, tokens: tuple[int, ...], root: bytes, priority: int, holders: tuple[Source, ...] = (), salt: bytes = b""
+    ) -> Chain:
+        """Raises InvalidRequest for a chain that can never fit."""
+        if len(tokens) > self._pool.num_slots * self._block_size:
+            limit = self._pool.num_slots * self._block_size
+            raise InvalidRequest(f"a chain of {len(tokens)} tokens does not fit into a pool of {limit}", "tokens")
+        self._num_admitted += 1
+        sequence = Sequence(self._num_admitted, list(tokens), root, self._block_size, self._pool)
+        chain = Chain(sequence, priority, self._num_admitted, holders, salt)
+        self._chains[sequence.sequence_id] = chain
+        return chain
+
+    def abort(self, chain: Chain) -> None:
+        """Idempotent; also for chains that have ended."""
+        self._end(chain)
+
+    def take_reads(self) -> list[tuple[Chain, Source]]:
+        """Chains whose next blocks shall be read from a holder, since the last call."""
+        reads, self._reads = self._reads, []
+        return reads
+
+    def read_ended(self, chain: Chain) -> None:
+        """The holder has delivered what it had: ask the next one, or compute. Ignored for chains that have ended."""
+        if chain.state is ChainState.READING:
+            self._read_or_run(chain)
+
+    def plan(self, step: int, now: float) -> Plan | None:
+        del now
+        ordered = sorted(self._chains.values(), key=lambda chain: chain.order)
+        self._start_what_fits(ordered)
+        left, claimed, chunks = self._budget.num_tokens(), set[bytes](), list[Chunk]()
+        for chain in ordered:
+            if chain.state is not ChainState.RUNNING:
+                continue
+            self._adopt(chain)
+            if chain.state is ChainState.RUNNING and left >= self._block_size:
+                chunk = self._chunk(chain.sequence, left, claimed)
+                if chunk is not None:
+                    chunks.append(chunk)
+                    left -= len(chunk.tokens)
+        return Plan(step, tuple(chunks)) if chunks else None
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> None:
+        del now
+        for chunk in plan.chunks:
+            chain = self._chains.get(chunk.sequence_id)
+            assert chain is not None, "chains are aborted between steps only"
+            if chunk.sequence_id in result.failures:
+                chain.failure = result.failures[chunk.sequence_id]
+                chain.move(ChainState.FAILED)
+                self._end(chain)
+                continue
+            chain.sequence.computed(chunk.start + len(chunk.tokens))
+            self._progressed(chain)
+        if not result.failures:
+            self._budget.measured(plan.num_tokens, result.duration_s)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._chains
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def _start_what_fits(self, ordered: list[Chain]) -> None:
+        """In order; a chain that does not fit is not passed by a later one, so that it cannot starve."""
+        for chain in ordered:
+            if chain.state is not ChainState.WAITING:
+                continue
+            sequence = chain.sequence
+            missing = len(sequence.block_ids) - self._pool.num_sealed_prefix(sequence.block_ids)
+            if missing > self._pool.num_available:
+                return
+            try:
+                chain.num_cached_blocks = sequence.start(len(sequence.tokens), len(sequence.block_ids))
+            except PoolExhausted:  # adopting made evictable blocks live
+                return
+            self._read_or_run(chain)
+
+    def _read_or_run(self, chain: Chain) -> None:
+        chain.num_done_blocks = chain.sequence.num_sealed_blocks
+        is_whole = chain.num_done_blocks == len(chain.sequence.block_ids)
+        if chain.holders and not is_whole:
+            if chain.state is ChainState.WAITING:
+                chain.move(ChainState.READING)
+            self._reads.append((chain, chain.holders.pop(0)))
+            return
+        chain.move(ChainState.RUNNING)
+        self._progressed(chain)
+
+    def _adopt(self, chain: Chain) -> None:
+        adopted = chain.sequence.adopt_sealed(len(chain.sequence.block_ids))
+        if adopted:
+            chain.sequence.give_back_excess(len(chain.sequence.tokens))
+            self._progressed(chain)
+
+    def _chunk(self, sequence: Sequence, max_tokens: int, claimed: set[bytes]) -> Chunk | None:
+        """Whole blocks from where the sequence is, up to the budget, a claimed block or one that is sealed already."""
+        first = last = sequence.num_sealed_blocks
+        limit = min(len(sequence.block_ids), first + max_tokens // self._block_size)
+        while last < limit and sequence.block_ids[last] not in claimed and sequence.block_ids[last] not in self._pool:
+            claimed.add(sequence.block_ids[last])
+            last += 1
+        if last == first:
+            return None
+        start, target = first * self._block_size, last * self._block_size
+        return Chunk(sequence.sequence_id, tuple(sequence.tokens[start:target]), start, sequence.cover(target))
+
+    def _progressed(self, chain: Chain) -> None:
+        chain.num_done_blocks = chain.sequence.num_sealed_blocks
+        if chain.num_done_blocks == len(chain.sequence.block_ids):
+            chain.move(ChainState.DONE)
+            self._end(chain)
+
+    def _end(self, chain: Chain) -> None:
+        self._reads = [(other, holder) for other, holder in self._reads if other is not chain]
+        chain.sequence.stop()
+        self._chains.pop(chain.sequence.sequence_id, None)

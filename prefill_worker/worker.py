@@ -1,0 +1,42 @@
+"""A prefill worker: the common body with the prefill policy. Serves fetches; everything else is inside."""
+
+from kvferry.engine.budget import StepBudget
+from kvferry.engine.engine import Engine
+from kvferry.messages import FetchDown, FetchUp, Role, WorkerProgress
+from kvferry.streams import Dialer, Stream
+from kvferry.worker.body import WorkerBody
+from kvferry.worker.loop import Executor
+from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.source import BlockSource, SourceIdentity
+from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.service import PrefillService
+
+
+class PrefillWorker:
+    def __init__(self, engine: Engine, executor: Executor, dialer: Dialer, settings: WorkerSettings):
+        self.body = body = WorkerBody(Role.PREFILL, engine, executor, dialer, settings)
+        identity = body.identity
+        budget = StepBudget(settings.step_target_s, identity.block_size, settings.max_step_tokens)
+        self._scheduler = PrefillScheduler(body.pool, identity.block_size, budget)
+        self.loop = body.loop_for(self._scheduler)
+        self._service = PrefillService(identity, self._scheduler, self.loop, body.reader)
+        pair = SourceIdentity(identity.model_id, identity.fidelity)
+        self._source = BlockSource(pair, body.pool, engine.memory, self.loop, body.counters, self._service)
+
+    async def serve_fetch(self, stream: Stream[FetchDown, FetchUp]) -> None:
+        await self._source.serve_fetch(stream)
+
+    def load(self) -> WorkerProgress:
+        return WorkerProgress(
+            step=self.loop.step,
+            num_waiting=self._scheduler.num_waiting,
+            num_fetching=self._scheduler.num_reading,
+            num_running=self._scheduler.num_running,
+            num_serving=self._source.num_serving,
+            slots=self.body.pool.counts,
+            counters=dict(self.body.counters.values),
+        )
+
+    async def run(self) -> None:
+        """Raises JoinRefused; otherwise until cancelled."""
+        await self.body.run(self.loop, self.load, [self._service.run()])

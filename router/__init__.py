@@ -1,0 +1,1 @@
+"""The router role: text to tokens, placement, journal, answers. Imports no torch."""

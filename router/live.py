@@ -1,0 +1,134 @@
+"""A live request: its journal, where it is, and the instants of its life. Owned by the dispatcher, read by the front doors."""
+
+from collections.abc import AsyncIterator
+from enum import Enum
+
+from kvferry.bell import Bell
+from kvferry.errors import KvferryError
+from kvferry.kv.block_id import chain
+from kvferry.messages import StartReport
+from kvferry.text.model_text import ModelText
+from router.journal import Delta, Journal
+from router.request import GenerationRequest, Summary
+
+
+class LiveState(Enum):
+    QUEUED = "queued"
+    PLACED = "placed"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TRANSITIONS = frozenset(
+    {
+        (LiveState.QUEUED, LiveState.PLACED),
+        (LiveState.QUEUED, LiveState.FAILED),
+        (LiveState.QUEUED, LiveState.CANCELLED),
+        (LiveState.PLACED, LiveState.QUEUED),  # its worker was lost, or handed it back
+        (LiveState.PLACED, LiveState.FINISHED),
+        (LiveState.PLACED, LiveState.FAILED),
+        (LiveState.PLACED, LiveState.CANCELLED),
+    }
+)
+TERMINAL = frozenset({LiveState.FINISHED, LiveState.FAILED, LiveState.CANCELLED})
+
+
+class Live:
+    def __init__(self, number: int, request: GenerationRequest, text: ModelText, now: float):
+        self.number, self.request = number, request
+        self.journal = Journal(
+            request.num_choices, request.sampling, text.stream, request.stops, request.is_stop_included
+        )
+        self.state = LiveState.QUEUED
+        self.error: KvferryError | None = None
+        self.changed = Bell()
+        self.accepted_s = now
+        self.queued_s = now
+        self.instants_s: dict[str, float] = {}
+        self.decode_id = ""
+        self.source_ids: tuple[str, ...] = ()
+        self.num_missing_tokens = 0
+        self.placed_choices = 0
+        self.placed_tokens = 0
+        self.failed_worker_ids: set[str] = set()
+        self.num_losses = 0
+        self.first_report: StartReport | None = None
+        self._placed_s = now
+        self._block_ids: list[bytes] = []
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in TERMINAL
+
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt and emitted tokens of the longest choice."""
+        return len(self.request.prompt_tokens) + max(len(choice.tokens) for choice in self.journal.choices)
+
+    def move(self, state: LiveState) -> None:
+        if (self.state, state) not in TRANSITIONS:
+            raise AssertionError(f"request {self.number} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+        self.changed.ring()
+
+    def block_ids(self, root: bytes, block_size: int) -> list[bytes]:
+        """Of the prompt's whole blocks; computed once."""
+        if not self._block_ids:
+            self._block_ids = chain(root, self.request.prompt_tokens, block_size)
+        return self._block_ids
+
+    def placed(self, now: float) -> None:
+        self._placed_s = now
+        self.instants_s.setdefault("placed", now - self.accepted_s)
+
+    def started(self, report: StartReport) -> None:
+        """The first attempt's report counts: later ones are continuations."""
+        if self.first_report is not None:
+            return
+        self.first_report = report
+        base = self._placed_s - self.accepted_s
+        for name in ("fetch_opened", "first_block", "last_block", "tail_planned", "first_token"):
+            seconds = getattr(report, f"{name}_s")
+            if seconds is not None:
+                self.instants_s[name] = base + seconds
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """What is new, whenever there is something, until the end. Raises the request's error."""
+        positions = [0] * len(self.journal.choices)
+        while True:
+            new: list[Delta] = []
+            for choice in self.journal.choices:
+                delta, positions[choice.choice] = choice.read(positions[choice.choice])
+                if delta is not None:
+                    new.append(delta)
+            if new:
+                yield new
+                continue
+            if self.has_ended:
+                break
+            await self.changed.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def wait(self) -> None:
+        """Until the end. Raises the request's error."""
+        while not self.has_ended:
+            await self.changed.wait()
+        if self.error is not None:
+            raise self.error
+
+    def summary(self) -> Summary:
+        report = self.first_report or StartReport(self.number, 0)
+        return Summary(
+            num_prompt_tokens=len(self.request.prompt_tokens),
+            num_completion_tokens=self.journal.num_tokens,
+            num_cached_tokens=report.num_local_tokens + report.num_source_cached_tokens,
+            num_fetched_blocks=report.num_fetched_blocks,
+            fetched_bytes=report.fetched_bytes,
+            num_attempts=self.journal.attempt,
+            decode_worker_id=self.decode_id,
+            source_worker_id=report.source_worker_id,
+            instants_s=dict(self.instants_s),
+            seed=self.request.sampling.seed,
+        )

@@ -1,0 +1,33 @@
+"""A request after the front doors: tokens and numbers, checked; the same for HTTP and gRPC."""
+
+from dataclasses import dataclass
+
+from kvferry.messages import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    prompt_tokens: tuple[int, ...]
+    sampling: Sampling
+    num_choices: int = 1
+    stops: tuple[str, ...] = ()
+    is_stop_included: bool = False
+    salt: bytes = b""
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Numbers of a request's life. Instants are seconds since it was accepted; those that did not occur are absent."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    num_fetched_blocks: int
+    fetched_bytes: int
+    num_attempts: int
+    decode_worker_id: str
+    source_worker_id: str
+    instants_s: dict[str, float]
+    seed: int
