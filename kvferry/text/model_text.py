@@ -40,6 +40,7 @@ class ModelText:
         self._special_tokens = {
             name: _token_text(settings[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token") if settings.get(name)
         }
+        self.max_token_characters = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         self._template = self._load_template(directory, settings)
         self.eos_token_ids = self._find_eos(directory, config)
         self._token_bytes = TokenBytes(self._tokenizer) if self._is_byte_level(path) else None

@@ -1,0 +1,23 @@
+"""`python -m decode_worker`: one decode worker as a process. `--help` lists its configuration."""
+
+import sys
+
+from decode_worker.worker import DecodeWorker
+from kvferry.config import DecodeConfig, read_config
+from kvferry.errors import ConfigurationError
+from kvferry.process import run_process, set_up_logs
+from kvferry.worker.process import serve_worker
+
+
+def main() -> int:
+    try:
+        config = read_config(DecodeConfig)
+    except ConfigurationError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    set_up_logs(config.log_level, config.name or "decode")
+    return run_process(serve_worker(config, DecodeWorker), config.with_parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Configuration of the three programs: flags, environment, one YAML file, in that order; what is not known is an error.
+
+A YAML file has a section for each role (`router`, `prefill`, `decode`) and may be shared by all of them; `--config FILE` or
+KVFERRY_CONFIG names it. Environment variables are KVFERRY_<ROLE>_<FIELD>. Values are frozen once read.
+"""
+
+import ipaddress
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import yaml
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.sources import InitSettingsSource
+
+from kvferry.errors import ConfigurationError
+
+ROLES = ("router", "prefill", "decode")
+
+
+def home() -> Path:
+    """KVFERRY_HOME: models, the default secret, logs."""
+    return Path(os.environ.get("KVFERRY_HOME") or Path.home() / ".cache" / "kvferry")
+
+
+class _Config(BaseSettings):
+    """What all three have."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    role: ClassVar[str]
+    section: ClassVar[dict[str, Any]] = {}
+
+    model: Path | None = None
+    """Hugging Face checkpoint directory; the packaged model if not given."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Beyond loopback, TLS files are required."""
+    secret_file: Path | None = None
+    """File with the cluster's secret; made under KVFERRY_HOME if not given."""
+    tls_certificate: Path | None = None
+    """PEM certificate of this process, for the links between router and workers."""
+    tls_key: Path | None = None
+    """PEM key of that certificate."""
+    tls_authority: Path | None = None
+    """PEM certificate that the other processes' certificates must chain to."""
+    silence_s: float = Field(3.0, gt=0)
+    """A stream without any message for so long is taken for dead."""
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    """debug, info, warning or error."""
+    with_parent: bool = False
+    """End when standard input ends: for a supervisor that holds its other end."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        del dotenv_settings, file_secret_settings
+        return init_settings, env_settings, InitSettingsSource(settings_cls, cls.section)
+
+
+class RouterConfig(_Config):
+    model_config = SettingsConfigDict(env_prefix="KVFERRY_ROUTER_")
+    role: ClassVar[str] = "router"
+
+    name: str = "router"
+    """Shown to workers and on metrics."""
+    port: int = Field(8000, ge=0, le=65535)
+    """HTTP; 0 for any."""
+    grpc_port: int = Field(8001, ge=0, le=65535)
+    """Public gRPC; 0 for any."""
+    registry_port: int = Field(8002, ge=0, le=65535)
+    """Where workers join; 0 for any."""
+    model_name: str = ""
+    """The model's name in requests; the checkpoint directory's name if not given."""
+    max_queued: int = Field(1024, ge=1)
+    """Requests that may wait for a decode worker; one more is refused."""
+    queue_timeout_s: float = Field(30.0, gt=0)
+    """The longest wait for a decode worker."""
+    request_timeout_s: float = Field(600.0, gt=0)
+    """The longest life of a request that names no limit of its own."""
+    local_tokens: int = Field(16, ge=0)
+    """A request that lacks no more than so many tokens at its decode worker fetches nothing."""
+    default_temperature: float = Field(1.0, ge=0, le=2)
+    """For requests that name none."""
+
+
+class WorkerConfig(_Config):
+    name: str = ""
+    """Unique in the deployment; made from role and process id if not given."""
+    port: int = Field(0, ge=0, le=65535)
+    """Of the worker's gRPC services; 0 for any: the real one is registered."""
+    router: list[str] = Field(default_factory=lambda: ["127.0.0.1:8002"])
+    """Registry addresses (host:port) of the routers to join."""
+    kv_tokens: int = Field(0, ge=0)
+    """Tokens that the block pool holds; 0: from the memory there is."""
+    block_size: int = 16
+    """Tokens per block: 16, 32 or 64. The same in the whole deployment."""
+    context_tokens: int = Field(0, ge=0)
+    """Tokens that one sequence may have; 0: the model's limit."""
+    threads: int = Field(1, ge=1)
+    """Compute threads of the engine."""
+    step_target_s: float = Field(0.4, gt=0)
+    """The time that catching up (chunks, tails) may take of one step."""
+    max_step_tokens: int = Field(2048, ge=16)
+    """The most tokens of catching up in one step."""
+
+
+class PrefillConfig(WorkerConfig):
+    model_config = SettingsConfigDict(env_prefix="KVFERRY_PREFILL_")
+    role: ClassVar[str] = "prefill"
+
+
+class DecodeConfig(WorkerConfig):
+    model_config = SettingsConfigDict(env_prefix="KVFERRY_DECODE_")
+    role: ClassVar[str] = "decode"
+
+    step_target_s: float = Field(0.2, gt=0)
+    max_sequences: int = Field(64, ge=1)
+    """Choices in steps or fetching at once."""
+    max_local_tokens: int = Field(512, ge=0)
+    """Computed here when every source has failed; what lacks more is handed back to the router."""
+
+
+C = TypeVar("C", bound=_Config)
+
+
+def read_config(kind: type[C], arguments: list[str] | None = None) -> C:
+    """From flags (sys.argv's by default), environment and file. Raises ConfigurationError naming what is wrong."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    path, arguments = _take_config_path(arguments)
+    _refuse_unknown_variables(kind)
+    chosen = type(kind.__name__, (kind,), {"section": _read_section(path, kind.role) if path else {}, "__module__": kind.__module__})
+    source = CliSettingsSource(
+        chosen, cli_parse_args=arguments, cli_kebab_case=True, cli_implicit_flags=True, cli_prog_name=f"kvferry {kind.role}"
+    )
+    try:
+        return chosen(_cli_settings_source=source)  # type: ignore[call-arg]
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigurationError(f"{kind.role} configuration: {faults}") from error
+
+
+def _take_config_path(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    rest: list[str] = []
+    path = os.environ.get("KVFERRY_CONFIG")
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        if argument == "--config" and position + 1 < len(arguments):
+            path, position = arguments[position + 1], position + 1
+        elif argument.startswith("--config="):
+            path = argument.removeprefix("--config=")
+        else:
+            rest.append(argument)
+        position += 1
+    return Path(path) if path else None, rest
+
+
+def _read_section(path: Path, role: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path}: expected sections {', '.join(ROLES)}")
+    unknown = sorted(str(name) for name in content if name not in ROLES)
+    if unknown:
+        raise ConfigurationError(f"{path}: unknown section {unknown[0]!r}; known: {', '.join(ROLES)}")
+    section = content.get(role) or {}
+    if not isinstance(section, dict):
+        raise ConfigurationError(f"{path}: section {role!r} must hold keys and values")
+    return section
+
+
+def _refuse_unknown_variables(kind: type[_Config]) -> None:
+    prefix = str(kind.model_config.get("env_prefix"))
+    known = {f"{prefix}{name}".upper() for name in kind.model_fields}
+    for name in os.environ:
+        if name.upper().startswith(prefix) and name.upper() not in known:
+            raise ConfigurationError(f"environment variable {name} is not known; known: {', '.join(sorted(known))}")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

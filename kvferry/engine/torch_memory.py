@@ -1,0 +1,20 @@
+"""Block memory in a torch tensor: [slot][layer][K, V][KV head][token][dim], one slot's KV of all layers in one run."""
+
+import torch
+
+from kvferry.kv.memory import BlockFormat
+
+
+class TorchMemory:
+    """`num_slots` slots besides the padding slot 0. On the CPU the pages are only taken when they are written."""
+
+    def __init__(self, num_slots: int, num_layers: int, num_kv_heads: int, block_size: int, head_size: int):
+        shape = (num_layers, 2, num_kv_heads, block_size, head_size)
+        self.blocks = torch.empty((num_slots + 1, *shape), dtype=torch.float32)
+        self.blocks[0].zero_()
+        self.format = BlockFormat("float32", shape, block_size, self.blocks[0].numel() * self.blocks.element_size())
+        self._bytes = memoryview(self.blocks.view(torch.uint8).numpy().reshape(-1))
+
+    def view(self, slot: int) -> memoryview:
+        size = self.format.block_bytes
+        return self._bytes[slot * size : (slot + 1) * size]

@@ -1,0 +1,88 @@
+"""A worker as a process: engine, gRPC server, membership. Both roles run through it."""
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from kvferry.config import DecodeConfig, WorkerConfig, home
+from kvferry.engine.checkpoint import read_config
+from kvferry.engine.engine import Engine
+from kvferry.engine.load import kv_bytes_per_token, load_engine
+from kvferry.engine.unpack import unpack_packaged_model
+from kvferry.process import read_secret, read_tls, say_state
+from kvferry.rpc.links import GrpcDialer, add_decode_service, add_fetch_service, bind, new_server
+from kvferry.streams import Dialer
+from kvferry.worker.loop import Executor, ThreadExecutor
+from kvferry.worker.settings import WorkerSettings
+
+POOL_SHARE = 0.25
+"""Of the memory that is available now, when no size is given."""
+MAX_DEFAULT_POOL_BYTES = 4 * 1024**3
+
+
+class Worker(Protocol):
+    async def run(self) -> None: ...
+
+
+def default_kv_tokens(directory: Path) -> int:
+    """From the memory there is; always at least one full context, or what a sixteenth of the memory holds."""
+    config = read_config(directory)
+    per_token = kv_bytes_per_token(config)
+    budget = min(int(psutil.virtual_memory().available * POOL_SHARE), MAX_DEFAULT_POOL_BYTES)
+    return max(budget // per_token, 16)
+
+
+async def serve_worker(
+    config: WorkerConfig, make: Callable[[Engine, Executor, Dialer, WorkerSettings], Any]
+) -> None:
+    """Until cancelled. Raises ConfigurationError or JoinRefused."""
+    name = config.name or f"{config.role}-{os.getpid()}"
+    secret, tls = read_secret(config.secret_file), read_tls(config)
+    directory = config.model or unpack_packaged_model(home())
+    say_state("loading", share=0.0)
+    engine = load_engine(
+        directory,
+        config.kv_tokens or default_kv_tokens(directory),
+        config.block_size,
+        config.context_tokens,
+        config.threads,
+        lambda share: say_state("loading", share=round(share, 2)),
+    )
+    block_bytes = engine.identity.block_bytes
+    server = new_server(block_bytes)
+    port = bind(server, config.host, config.port, tls)
+    settings = WorkerSettings(
+        worker_id=name,
+        address=f"{config.host}:{port}",
+        incarnation=secrets.token_hex(8),
+        router_addresses=tuple(config.router),
+        max_sequences=config.max_sequences if isinstance(config, DecodeConfig) else 64,
+        step_target_s=config.step_target_s,
+        max_step_tokens=config.max_step_tokens,
+        max_local_tokens=config.max_local_tokens if isinstance(config, DecodeConfig) else 0,
+        num_threads=config.threads,
+        silence_s=config.silence_s,
+    )
+    dialer = GrpcDialer(secret, block_bytes, tls)
+    worker = make(engine, ThreadExecutor(engine.runner), dialer, settings)
+    add_fetch_service(server, worker, secret)
+    if hasattr(worker, "serve_attach"):
+        add_decode_service(server, worker, secret)
+    await server.start()
+    say_state(
+        "listening", address=settings.address, name=name, pool_tokens=engine.num_slots * engine.identity.block_size
+    )
+    try:
+        await worker.run()
+    finally:
+        await asyncio.shield(_stop(server, dialer))
+
+
+async def _stop(server: Any, dialer: GrpcDialer) -> None:
+    await server.stop(0.2)
+    await dialer.close()

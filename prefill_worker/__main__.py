@@ -1,0 +1,23 @@
+"""`python -m prefill_worker`: one prefill worker as a process. `--help` lists its configuration."""
+
+import sys
+
+from prefill_worker.worker import PrefillWorker
+from kvferry.config import PrefillConfig, read_config
+from kvferry.errors import ConfigurationError
+from kvferry.process import run_process, set_up_logs
+from kvferry.worker.process import serve_worker
+
+
+def main() -> int:
+    try:
+        config = read_config(PrefillConfig)
+    except ConfigurationError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    set_up_logs(config.log_level, config.name or "prefill")
+    return run_process(serve_worker(config, PrefillWorker), config.with_parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""The gRPC front door: the public service, health and reflection. Errors are gRPC codes with a message that says what to do."""
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from pydantic import ValidationError
+
+from kvferry.errors import InvalidRequest, KvferryError
+from kvferry.rpc.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from router.dispatcher import Dispatcher
+from router.journal import Delta, FinishReason
+from router.live import Live
+from router.openai_request import Body, Message
+from router.request import GenerationRequest, Summary
+from router.requests import RequestMaker, salt_of
+
+SERVICE = "kvferry.v1.GenerationService"
+HEALTH_INTERVAL_S = 0.5
+OPTIONAL = ("max_tokens", "temperature", "top_k", "top_p", "seed", "n")
+FINISH = {
+    None: generation_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
+    def __init__(self, dispatcher: Dispatcher, maker: RequestMaker):
+        self._dispatcher, self._maker = dispatcher, maker
+        self._health = health.aio.HealthServicer()
+
+    def add_to(self, server: aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+    async def watch_health(self) -> None:
+        """Serving while requests can be answered; until cancelled."""
+        while True:
+            serving = health_pb2.HealthCheckResponse.SERVING
+            status = serving if self._dispatcher.is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+            for name in ("", SERVICE):
+                await self._health.set(name, status)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    # noqa comments: the method names are the service's
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:  # noqa: N802
+        live: Live | None = None
+        try:
+            live = self._dispatcher.submit(await self._made(request))
+            async for deltas in live.deltas():
+                for delta in deltas:
+                    await context.write(_piece(delta))
+            await context.write(generation_pb2.GenerateResponse(summary=_summary(live.summary())))
+        except KvferryError as error:
+            await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+        finally:
+            if live is not None:
+                self._dispatcher.cancel(live)
+
+    async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Any) -> Any:  # noqa: N802
+        try:
+            return generation_pb2.TokenizeResponse(token_ids=(await self._tokens(request))[0])
+        except KvferryError as error:
+            await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+
+    async def GetModel(self, request: generation_pb2.GetModelRequest, context: Any) -> Any:  # noqa: N802
+        del request, context
+        description = self._dispatcher.members.any_description
+        members = [
+            generation_pb2.Member(
+                worker_id=member.worker_id,
+                role=getattr(common_pb2, f"WORKER_ROLE_{member.role.name}"),
+                pool_tokens=member.description.pool_tokens,
+            )
+            for member in self._dispatcher.members
+        ]
+        return generation_pb2.GetModelResponse(
+            model=self._maker.defaults.model_name,
+            model_id=description.model_id if description else "",
+            context_tokens=self._dispatcher.max_kv_tokens or self._maker.text.sizes.context_tokens,
+            vocabulary_size=self._maker.text.sizes.vocabulary_size,
+            members=members,
+        )
+
+    async def _made(self, request: generation_pb2.GenerateRequest) -> GenerationRequest:
+        self._maker.check_model(request.model)
+        fields: dict[str, Any] = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}  # type: ignore[arg-type]
+        try:
+            body = Body(
+                stop=list(request.stop),
+                stop_token_ids=list(request.stop_token_ids),
+                ignore_eos=request.ignore_eos,
+                include_stop_str_in_output=request.include_stop_str_in_output,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                timeout_s=request.timeout_ms / 1000 if request.timeout_ms else None,
+                **fields,
+            )
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            name = str(fault["loc"][0])
+            raise InvalidRequest(f"{name}: {fault['msg']}", name) from error
+        tokens, param = await self._tokens(request)
+        return self._maker.make(tokens, body, body.max_tokens, param, salt_of(body.cache_salt, None))
+
+    async def _tokens(self, request: Any) -> tuple[list[int], str]:
+        """The prompt's tokens, and the field that they came from."""
+        kind = request.WhichOneof("input")
+        if kind == "token_ids":
+            return list(request.token_ids.ids), kind
+        if kind == "text":
+            if not request.text:
+                raise InvalidRequest("text is empty", "text")
+            return await self._maker.encode_text(request.text, "text"), kind
+        if kind == "chat":
+            if not request.chat.messages:
+                raise InvalidRequest("chat has no messages", "chat")
+            try:
+                messages = [Message(role=m.role, content=m.content).rendered() for m in request.chat.messages]
+            except ValidationError as error:
+                raise InvalidRequest(f"chat: role: {error.errors(include_url=False)[0]['msg']}", "chat") from error
+            return await self._maker.encode_chat(messages), kind
+        raise InvalidRequest("give one of text, chat and token_ids", "input")
+
+
+def _piece(delta: Delta) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(
+        choice=delta.choice, text=delta.text, token_ids=delta.token_ids, finish_reason=FINISH[delta.finish]
+    )
+
+
+def _summary(summary: Summary) -> generation_pb2.Summary:
+    return generation_pb2.Summary(
+        num_prompt_tokens=summary.num_prompt_tokens,
+        num_completion_tokens=summary.num_completion_tokens,
+        num_cached_tokens=summary.num_cached_tokens,
+        num_fetched_blocks=summary.num_fetched_blocks,
+        fetched_bytes=summary.fetched_bytes,
+        num_attempts=summary.num_attempts,
+        decode_worker_id=summary.decode_worker_id,
+        source_worker_id=summary.source_worker_id,
+        instants_us={name: max(int(seconds * 1e6), 0) for name, seconds in summary.instants_s.items()},
+        seed=summary.seed,
+    )

@@ -1,0 +1,314 @@
+"""The HTTP front door: OpenAI's routes, health, metrics. Nothing slow happens on its event loop.
+
+Every error, whatever its cause, has OpenAI's body. A client that leaves, at any moment, ends its requests. A streamed answer
+begins with its first token, so that what fails before has a status of its own; what fails later is an event with an error.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from kvferry.errors import (
+    BodyTooLarge,
+    Cancelled,
+    InvalidRequest,
+    KvferryError,
+    LaterError,
+    MethodNotAllowed,
+    NotFound,
+    UnsupportedMedia,
+)
+from router.dispatcher import Dispatcher
+from router.live import Live
+from router.metrics import RouterMetrics
+from router.openai_answer import DONE, Shape, error_body, event, server_timing
+from router.openai_request import Body, ChatBody, CompletionBody, parse_body
+from router.request import GenerationRequest
+from router.requests import RequestMaker, salt_of
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+
+
+class HttpApi:
+    def __init__(self, dispatcher: Dispatcher, maker: RequestMaker, metrics: RouterMetrics):
+        self._dispatcher, self._maker, self._metrics = dispatcher, maker, metrics
+
+    def app(self) -> FastAPI:
+        app = FastAPI(title="kvferry", docs_url=None, redoc_url=None, openapi_url=None)
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
+        app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
+        app.add_api_route("/health/ready", self.ready, methods=["GET"], response_model=None)
+        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
+        app.add_exception_handler(KvferryError, _kvferry_error)
+        app.add_exception_handler(HTTPException, _http_error)
+        app.add_exception_handler(Exception, _unexpected_error)
+        return app
+
+    # ---------------------------------------------------------------------------------------------------- generation
+
+    async def chat(self, request: Request) -> Response:
+        body = parse_body(ChatBody, await _read_body(request))
+        self._maker.check_model(body.model)
+        tokens = await self._maker.encode_chat([message.rendered() for message in body.messages])
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        made = self._maker.make(tokens, body, limit, "messages", _salt(request, body))
+        return await self._answer(request, body, [made], is_chat=True)
+
+    async def completions(self, request: Request) -> Response:
+        body = parse_body(CompletionBody, await _read_body(request))
+        self._maker.check_model(body.model)
+        limit = 16 if body.max_tokens is None else body.max_tokens
+        made: list[GenerationRequest] = []
+        for prompt in body.prompts:
+            tokens = prompt if isinstance(prompt, list) else await self._maker.encode_text(prompt, "prompt")
+            made.append(self._maker.make(tokens, body, limit, "prompt", _salt(request, body)))
+        return await self._answer(request, body, made, is_chat=False)
+
+    async def _answer(self, request: Request, body: Body, made: list[GenerationRequest], is_chat: bool) -> Response:
+        shape = Shape.new(is_chat, self._maker.defaults.model_name, bool(body.return_token_ids))
+        lives = self._submit(made)
+        if body.stream:
+            return StreamedAnswer(lives, shape, body.includes_usage, self._dispatcher)
+        try:
+            await _unless_left(request, _all_ended(lives))
+        finally:
+            self._cancel(lives)
+        return JSONResponse(
+            shape.whole(lives), headers={"Server-Timing": server_timing(lives[0].summary()), "X-Request-Id": shape.id}
+        )
+
+    def _submit(self, made: list[GenerationRequest]) -> list[Live]:
+        """All or none."""
+        lives: list[Live] = []
+        try:
+            for one in made:
+                lives.append(self._dispatcher.submit(one))
+        except BaseException:
+            self._cancel(lives)
+            raise
+        return lives
+
+    def _cancel(self, lives: list[Live]) -> None:
+        for live in lives:
+            self._dispatcher.cancel(live)
+
+    # -------------------------------------------------------------------------------------------------------- the rest
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        self._maker.check_model(name)
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        sizes, name = self._maker.text.sizes, self._maker.defaults.model_name
+        limit = self._dispatcher.max_kv_tokens or sizes.context_tokens
+        return {"id": name, "object": "model", "created": 0, "owned_by": "kvferry", "max_model_len": limit}
+
+    async def health(self) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def ready(self) -> Response:
+        is_ready, is_degraded = self._dispatcher.is_ready, self._dispatcher.is_degraded
+        status = "degraded" if is_degraded else "ready" if is_ready else "not ready"
+        workers = [
+            {
+                "name": member.worker_id,
+                "role": member.role.value,
+                "pool_tokens": member.description.pool_tokens,
+                "block_size": member.description.block_size,
+                "block_bytes": member.description.block_bytes,
+                "pid": member.description.pid,
+                "step": member.progress.step,
+            }
+            for member in self._dispatcher.members
+        ]
+        return JSONResponse({"status": status, "workers": workers}, 200 if is_ready else 503)
+
+    async def metrics(self) -> Response:
+        return PlainTextResponse(self._metrics.render(), media_type=self._metrics.CONTENT_TYPE)
+
+
+class StreamedAnswer(Response):
+    """Server-sent events of one answer. Whatever ends it ends its requests."""
+
+    def __init__(self, lives: list[Live], shape: Shape, includes_usage: bool, dispatcher: Dispatcher):
+        self._lives, self._shape, self._includes_usage = lives, shape, includes_usage
+        self._dispatcher = dispatcher
+        self.status_code = 200
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _unless(_left(receive), self._send(send, scope, receive))
+        except Cancelled:
+            pass  # the client has left: nobody to tell
+        finally:
+            for live in self._lives:
+                self._dispatcher.cancel(live)
+
+    async def _send(self, send: Send, scope: Scope, receive: Receive) -> None:
+        events = self._events()
+        try:
+            first = await anext(events)
+        except KvferryError as error:
+            await _error_response(error)(scope, receive, send)
+            return
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-store"),
+            (b"x-request-id", self._shape.id.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        try:
+            async for one in events:
+                await send({"type": "http.response.body", "body": one, "more_body": True})
+        except KvferryError as error:
+            await send({"type": "http.response.body", "body": event(error_body(error)) + DONE, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        started: set[int] = set()
+        async for base, deltas in _merged(self._lives):
+            chunks: list[bytes] = []
+            for delta in deltas:
+                index = base + delta.choice
+                if not (delta.text or delta.finish or (self._shape.returns_token_ids and delta.token_ids)):
+                    continue  # half a character, or text that may begin a stop string
+                chunks.append(self._shape.chunk(index, delta, index not in started, self._includes_usage))
+                started.add(index)
+            if chunks:
+                yield b"".join(chunks)
+        if self._includes_usage:
+            yield self._shape.usage_chunk(self._lives) + DONE
+        else:
+            yield DONE
+
+
+async def _merged(lives: list[Live]) -> AsyncIterator[tuple[int, list[Any]]]:
+    """Deltas of several requests as they come; each with the number of choices before its request's."""
+    if len(lives) == 1:
+        async for deltas in lives[0].deltas():
+            yield 0, deltas
+        return
+    queue: asyncio.Queue[tuple[int, list[Any]] | KvferryError | None] = asyncio.Queue()
+
+    async def read(base: int, live: Live) -> None:
+        try:
+            async for deltas in live.deltas():
+                queue.put_nowait((base, deltas))
+            queue.put_nowait(None)
+        except KvferryError as error:
+            queue.put_nowait(error)
+
+    async with asyncio.TaskGroup() as group:
+        base = 0
+        readers: list[asyncio.Task[None]] = []
+        for live in lives:
+            readers.append(group.create_task(read(base, live)))
+            base += len(live.journal.choices)
+        failure: KvferryError | None = None
+        num_left = len(lives)
+        try:
+            while num_left and failure is None:
+                item = await queue.get()
+                if item is None:
+                    num_left -= 1
+                elif isinstance(item, KvferryError):
+                    failure = item
+                else:
+                    yield item
+        finally:
+            for reader in readers:
+                reader.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _all_ended(lives: list[Live]) -> None:
+    for live in lives:
+        await live.wait()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless(left: Awaitable[None], work: Awaitable[None]) -> None:
+    """Runs `work` until it ends, or raises Cancelled when the client leaves before."""
+    leaving, working = asyncio.ensure_future(left), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((leaving, working), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Cancelled("the client has left")
+        await working
+    finally:
+        for task in (leaving, working):
+            task.cancel()
+        await asyncio.wait((leaving, working))
+
+
+async def _unless_left(request: Request, work: Awaitable[None]) -> None:
+    await _unless(_left(request.receive), work)
+
+
+async def _read_body(request: Request) -> bytes:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise UnsupportedMedia(f"content type {kind[:100]!r} is not supported: send application/json")
+    chunks, size = list[bytes](), 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _salt(request: Request, body: Body) -> bytes:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return salt_of(body.cache_salt, key if scheme.lower() == "bearer" else None)
+
+
+def _error_response(error: KvferryError) -> JSONResponse:
+    headers = {"Retry-After": str(max(round(error.retry_after_s), 1))} if isinstance(error, LaterError) else None
+    return JSONResponse(error_body(error), error.http_status, headers)
+
+
+async def _kvferry_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, KvferryError)
+    return _error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the framework itself refuses: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    known: dict[int, Callable[[], KvferryError]] = {
+        404: lambda: NotFound(f"there is no {path}; see /v1/models, /v1/chat/completions, /v1/completions", code="unknown_url"),
+        405: lambda: MethodNotAllowed(f"{method} is not allowed on {path}"),
+    }
+    made = known.get(error.status_code, lambda: InvalidRequest(str(error.detail)))()
+    response = _error_response(made)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _unexpected_error(request: Request, error: Exception) -> Response:
+    logger.error("unexpected error on %s", request.url.path, exc_info=error)
+    return _error_response(KvferryError("an unexpected error occurred; the server's log has it"))

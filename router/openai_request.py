@@ -1,0 +1,188 @@
+"""OpenAI-shaped request bodies, checked: what is wrong is named, what is not supported is refused, what is harmless is ignored.
+
+Parsing is strict (a number is a number, never a string or a boolean), and every size has a documented cap before anything is
+allocated for it. Knows no HTTP and no tokenizer.
+"""
+
+import json
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvferry.errors import InvalidRequest
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 64
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_MESSAGES = 4096
+
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+}
+"""Fields that would change the answer, with the values that do not. Any other value is refused loudly."""
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+    include_usage: bool | None = None
+
+
+class Body(BaseModel):
+    """What chat and completions share. null means the default."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = Field(None, max_length=1024)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    timeout_s: float | None = Field(None, gt=0, le=86400, allow_inf_nan=False)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+
+    def rendered(self) -> dict[str, str]:
+        """For the chat template: parts are joined by line breaks; "developer" is "system"."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
+
+
+class ChatBody(Body):
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+
+
+class CompletionBody(Body):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+B = TypeVar("B", ChatBody, CompletionBody)
+
+
+def parse_body(kind: type[B], raw: bytes) -> B:
+    """Raises InvalidRequest, with `param` where a field is to blame."""
+    content = _read_json(raw)
+    _refuse_unsupported(content)
+    try:
+        body = kind.model_validate(content)
+    except ValidationError as error:
+        raise _invalid(error) from error
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
+    if isinstance(body, ChatBody):
+        _check_messages(body)
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+    elif body.prompts and isinstance(body.prompts[0], str) and "" in body.prompts:
+        raise InvalidRequest("prompt is empty: it must have at least one character", "prompt")
+    return body
+
+
+def _read_json(raw: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise InvalidRequest("the body is not UTF-8") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return content
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _refuse_unsupported(content: dict[str, Any]) -> None:
+    for name, harmless in NOT_SUPPORTED.items():
+        value = content.get(name)
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless):
+            raise InvalidRequest(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    """Of several faults (a union reports one for each of its kinds), the first names the field."""
+    faults = error.errors(include_url=False, include_input=False, include_context=False)
+    location = [part for part in faults[0]["loc"] if isinstance(part, int) or part.isidentifier()]
+    param = str(location[0]) if location else None
+    for part in location[1:]:
+        if isinstance(part, int) or part in ("role", "content", "type", "text", "include_usage"):
+            param = f"{param}.{part}" if not isinstance(part, int) else f"{param}[{part}]"
+    messages = dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1])
+    return InvalidRequest(f"{param}: {'; or '.join(list(messages)[:4])}", param)
+
+
+def _check_messages(body: ChatBody) -> None:
+    for number, message in enumerate(body.messages):
+        if message.content is None and message.role != "assistant":
+            raise InvalidRequest(f"messages[{number}].content is missing", f"messages[{number}].content")

@@ -1,0 +1,112 @@
+"""From a checked body to a request: tokens, defaults, limits. The same rules for HTTP and gRPC.
+
+Tokenising long texts happens off the event loop. The limits are those of the model and of the pools that have joined:
+prompt and answer may have `limit` tokens in the pools together, and the answer's last token needs no room there.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.errors import InvalidRequest, NoWorker, NotFound
+from kvferry.messages import Sampling
+from kvferry.text.model_text import ModelText
+from router.dispatcher import Dispatcher
+from router.openai_request import Body
+from router.request import GenerationRequest
+
+INLINE_CHARACTERS = 2000
+"""Longer texts are tokenised on a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    model_name: str
+    temperature: float = 1.0
+
+
+class RequestMaker:
+    def __init__(self, text: ModelText, dispatcher: Dispatcher, defaults: Defaults):
+        self.text, self._dispatcher, self.defaults = text, dispatcher, defaults
+
+    def check_model(self, model: str | None) -> None:
+        if model and model != self.defaults.model_name:
+            message = f"the model {model!r} does not exist; this server has {self.defaults.model_name!r}"
+            raise NotFound(message, "model", "model_not_found")
+
+    async def encode_text(self, text: str, param: str) -> list[int]:
+        self._refuse_hopeless(len(text), param)
+        return await _off_loop(lambda: self.text.encode(text), len(text))
+
+    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        size = sum(len(message["content"]) for message in messages)
+        self._refuse_hopeless(size, "messages")
+        return await _off_loop(lambda: self.text.encode_chat(messages), size)
+
+    def make(self, tokens: list[int], body: Body, max_tokens: int | None, param: str, salt: bytes) -> GenerationRequest:
+        """Raises InvalidRequest naming `param` (the prompt) or another field, NoWorker while nothing can be judged."""
+        limit = self._limit()
+        if not tokens:
+            raise InvalidRequest(f"{param} has no tokens", param)
+        if max(tokens) >= self.text.sizes.vocabulary_size:
+            size = self.text.sizes.vocabulary_size
+            raise InvalidRequest(f"{param}: token id {max(tokens)} is not in the vocabulary of {size}", param)
+        if len(tokens) > limit:
+            raise InvalidRequest(
+                f"{param} has {len(tokens)} tokens, the limit is {limit}: shorten it", param, "context_length_exceeded"
+            )
+        if max_tokens is not None and max_tokens > limit:
+            raise InvalidRequest(f"max_tokens is {max_tokens}, the limit is {limit}", "max_tokens")
+        left = limit + 1 - len(tokens)
+        return GenerationRequest(
+            prompt_tokens=tuple(tokens),
+            sampling=self._sampling(body, min(max_tokens or left, left)),
+            num_choices=body.n or 1,
+            stops=body.stops,
+            is_stop_included=bool(body.include_stop_str_in_output),
+            salt=salt,
+            priority=body.priority or 0,
+            timeout_s=body.timeout_s,
+        )
+
+    def _sampling(self, body: Body, max_tokens: int) -> Sampling:
+        end_ids = () if body.ignore_eos else self.text.eos_token_ids
+        temperature = self.defaults.temperature if body.temperature is None else body.temperature
+        return Sampling(
+            seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=max(body.top_k or 0, 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            stop_token_ids=tuple({*end_ids, *(body.stop_token_ids or ())}),
+        )
+
+    def _limit(self) -> int:
+        limit = self._dispatcher.max_kv_tokens
+        if limit is None:
+            raise NoWorker("no decode worker is ready: the decode pool is empty; try again shortly", retry_after_s=2)
+        return limit
+
+    def _refuse_hopeless(self, num_characters: int, param: str) -> None:
+        """No tokenizer makes so few tokens of so many characters: refuse before it tries."""
+        limit = self._limit()
+        least = num_characters // self.text.max_token_characters
+        if least > limit:
+            raise InvalidRequest(
+                f"{param} has {num_characters} characters, which are at least {least} tokens; the limit is {limit}: shorten it",
+                param,
+                "context_length_exceeded",
+            )
+
+
+def salt_of(cache_salt: str | None, api_key: str | None) -> bytes:
+    """The tenant's part of the chain's root: an API key's holder shares cached blocks with nobody else."""
+    if not cache_salt and not api_key:
+        return b""
+    return hashlib.blake2b(f"{api_key or ''}\0{cache_salt or ''}".encode(), digest_size=16).digest()
+
+
+async def _off_loop(work: Callable[[], list[int]], num_characters: int) -> list[int]:
+    return work() if num_characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
