@@ -151,9 +151,7 @@ class DecodeService:
         deadline_s = None if opening.time_left_s is None else arrived_s + opening.time_left_s
         for start in opening.choices:
             tokens = [*opening.prompt_tokens, *start.emitted_tokens]
-            sequence = Sequence(
-                self._scheduler.next_sequence_id(), tokens, root, self._identity.block_size, self._pool
-            )
+            sequence = Sequence(self._scheduler.next_sequence_id(), tokens, root, self._identity.block_size, self._pool)
             choice = Choice(
                 request,
                 start.choice,

@@ -135,9 +135,17 @@ def read_config(kind: type[C], arguments: list[str] | None = None) -> C:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     path, arguments = _take_config_path(arguments)
     _refuse_unknown_variables(kind)
-    chosen = type(kind.__name__, (kind,), {"section": _read_section(path, kind.role) if path else {}, "__module__": kind.__module__})
+    chosen = type(
+        kind.__name__,
+        (kind,),
+        {"section": _read_section(path, kind.role) if path else {}, "__module__": kind.__module__},
+    )
     source = CliSettingsSource(
-        chosen, cli_parse_args=arguments, cli_kebab_case=True, cli_implicit_flags=True, cli_prog_name=f"kvferry {kind.role}"
+        chosen,
+        cli_parse_args=arguments,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_prog_name=f"kvferry {kind.role}",
     )
     try:
         return chosen(_cli_settings_source=source)  # type: ignore[call-arg]

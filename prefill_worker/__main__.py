@@ -2,11 +2,11 @@
 
 import sys
 
-from prefill_worker.worker import PrefillWorker
 from kvferry.config import PrefillConfig, read_config
 from kvferry.errors import ConfigurationError
 from kvferry.process import run_process, set_up_logs
 from kvferry.worker.process import serve_worker
+from prefill_worker.worker import PrefillWorker
 
 
 def main() -> int:

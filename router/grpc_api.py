@@ -48,8 +48,7 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
                 await self._health.set(name, status)
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
-    # noqa comments: the method names are the service's
-    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:  # noqa: N802
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:
         live: Live | None = None
         try:
             live = self._dispatcher.submit(await self._made(request))
@@ -63,13 +62,13 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             if live is not None:
                 self._dispatcher.cancel(live)
 
-    async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Any) -> Any:  # noqa: N802
+    async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Any) -> Any:
         try:
             return generation_pb2.TokenizeResponse(token_ids=(await self._tokens(request))[0])
         except KvferryError as error:
             await context.abort(grpc.StatusCode[error.grpc_code], error.message)
 
-    async def GetModel(self, request: generation_pb2.GetModelRequest, context: Any) -> Any:  # noqa: N802
+    async def GetModel(self, request: generation_pb2.GetModelRequest, context: Any) -> Any:
         del request, context
         description = self._dispatcher.members.any_description
         members = [

@@ -87,7 +87,9 @@ class Members:
         if worker.protocol_version != PROTOCOL_VERSION:
             return _differs("protocol_version", worker.protocol_version, PROTOCOL_VERSION, "this router")
         if worker.vocabulary_size != self._sizes.vocabulary_size:
-            return _differs("vocabulary_size", worker.vocabulary_size, self._sizes.vocabulary_size, "this router's model")
+            return _differs(
+                "vocabulary_size", worker.vocabulary_size, self._sizes.vocabulary_size, "this router's model"
+            )
         other = next((m.description for m in self if m.worker_id != worker.worker_id), None)
         for name in MUST_MATCH:
             if other is not None and getattr(worker, name) != getattr(other, name):

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.errors import InvalidRequest, NoWorker, NotFound
+from kvferry.errors import InvalidRequest, NotFound, NoWorker
 from kvferry.messages import Sampling
 from kvferry.text.model_text import ModelText
 from router.dispatcher import Dispatcher

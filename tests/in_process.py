@@ -78,9 +78,7 @@ class Deployment:
         engine = settings.pop("engine", None) or fake_engine(num_slots, BLOCK)
         executor = VirtualExecutor(engine.runner, **step)
         kind = PrefillWorker if name.startswith("p") else DecodeWorker
-        worker = kind(
-            engine, executor, self.network, WorkerSettings(name, name, f"{name}-1", ("router",), **settings)
-        )
+        worker = kind(engine, executor, self.network, WorkerSettings(name, name, f"{name}-1", ("router",), **settings))
         self.network.listen(name, worker)
         node = Node(worker, executor, self.group.create_task(worker.run()), engine)
         self.nodes[name] = node
@@ -129,7 +127,9 @@ class Deployment:
 
 
 @contextlib.asynccontextmanager
-async def deployment(*names: str, limits: DispatchLimits | None = None, text: Any = None, **settings: Any) -> AsyncIterator[Deployment]:
+async def deployment(
+    *names: str, limits: DispatchLimits | None = None, text: Any = None, **settings: Any
+) -> AsyncIterator[Deployment]:
     """`names` begin with p or d; they have joined when the body begins."""
     async with asyncio.TaskGroup() as group:
         network = Network(group)

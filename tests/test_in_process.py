@@ -1,12 +1,9 @@
 """Router, prefill and decode in one virtual-time loop, with a model whose next token derives from the KV bytes it holds."""
 
-import asyncio
 import random
 
-import pytest
 from kvferry.engine.fake import fake_answer
 from kvferry.messages import Sampling
-
 from tests.in_process import BLOCK, deployment
 from tests.virtual_time import run_virtual
 
@@ -19,7 +16,9 @@ def expected(prompt: list[int], max_tokens: int, seed: int = 0) -> list[int]:
     return fake_answer(prompt, Sampling(seed, max_tokens, 1.0 if seed else 0.0))
 
 
-LENGTHS = sorted({1, BLOCK - 1, BLOCK, BLOCK + 1, *(k * BLOCK for k in range(2, 21)), 2 * BLOCK - 1, 2 * BLOCK + 1, 1000})
+LENGTHS = sorted(
+    {1, BLOCK - 1, BLOCK, BLOCK + 1, *(k * BLOCK for k in range(2, 21)), 2 * BLOCK - 1, 2 * BLOCK + 1, 1000}
+)
 
 
 def test_every_length_around_a_blocks_edge_is_answered_exactly():

@@ -45,8 +45,13 @@ def load_engine(
     num_slots = kv_tokens // block_size
     memory = TorchMemory(num_slots, config.num_layers, config.num_kv_heads, block_size, config.head_size)
     identity = WorkerIdentity(
-        model_id=tensors.digest("float32", str(config.raw.get("rope_parameters") or config.raw.get("rope_scaling")),
-                                str(config.raw.get("rope_theta")), str(config.norm_epsilon), str(block_size)),
+        model_id=tensors.digest(
+            "float32",
+            str(config.raw.get("rope_parameters") or config.raw.get("rope_scaling")),
+            str(config.raw.get("rope_theta")),
+            str(config.norm_epsilon),
+            str(block_size),
+        ),
         fidelity="float32",
         numerics_id=_numerics_id(),
         block_size=block_size,

@@ -37,7 +37,9 @@ class FrameBlock:
     data: memoryview
 
 
-def pack_header(block_format: BlockFormat, first_block: int, block_ids: Sequence[bytes], digests: Sequence[bytes]) -> bytes:
+def pack_header(
+    block_format: BlockFormat, first_block: int, block_ids: Sequence[bytes], digests: Sequence[bytes]
+) -> bytes:
     """The header of the blocks `first_block`... of a chain."""
     return msgpack.packb(
         [
@@ -80,7 +82,9 @@ def unpack_frame(
         ("shape", list(block_format.shape)),
     ):
         if fields[name] != expected:
-            raise BadFrame("layout" if name != "shape" else "shape", f"frame {name} {fields[name]!r}, expected {expected!r}")
+            raise BadFrame(
+                "layout" if name != "shape" else "shape", f"frame {name} {fields[name]!r}, expected {expected!r}"
+            )
     ids, digests, size = fields["ids"], fields["digests"], block_format.block_size
     if not ids or len(ids) != len(digests) or fields["num_tokens"] != len(ids) * size:
         raise BadFrame("header", f"{len(ids)} ids, {len(digests)} digests and {fields['num_tokens']} tokens disagree")
@@ -92,7 +96,9 @@ def unpack_frame(
     if len(view) != len(ids) * block_format.block_bytes:
         raise BadFrame("truncated", f"payload of {len(view)} bytes, expected {len(ids) * block_format.block_bytes}")
     return [
-        FrameBlock(first_block + k, ids[k], digests[k], view[k * block_format.block_bytes : (k + 1) * block_format.block_bytes])
+        FrameBlock(
+            first_block + k, ids[k], digests[k], view[k * block_format.block_bytes : (k + 1) * block_format.block_bytes]
+        )
         for k in range(len(ids))
     ]
 
@@ -113,7 +119,15 @@ def _parse(header: bytes) -> dict[str, Any]:
     if not isinstance(values, list) or len(values) != len(FIELDS):
         raise BadFrame("header", "not a frame header: wrong number of fields")
     fields = dict(zip(FIELDS, values, strict=True))
-    kinds = {"version": int, "layout": str, "dtype": str, "shape": list, "first_token": int, "num_tokens": int, "ids": list}
+    kinds = {
+        "version": int,
+        "layout": str,
+        "dtype": str,
+        "shape": list,
+        "first_token": int,
+        "num_tokens": int,
+        "ids": list,
+    }
     for name, kind in (*kinds.items(), ("digests", list)):
         if type(fields[name]) is not kind:
             raise BadFrame("header", f"field {name} is {type(fields[name]).__name__}, not {kind.__name__}")

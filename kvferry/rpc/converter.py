@@ -121,9 +121,7 @@ def router_message_to_wire(value: m.RouterMessage) -> decode_pb2.AttachRequest:
     if isinstance(value, m.Beat):
         return decode_pb2.AttachRequest(beat=decode_pb2.RouterBeat())
     if isinstance(value, m.RequestCancel):
-        cancel = decode_pb2.RequestCancel(
-            request_number=value.number, attempt=value.attempt, choices=value.choices
-        )
+        cancel = decode_pb2.RequestCancel(request_number=value.number, attempt=value.attempt, choices=value.choices)
         return decode_pb2.AttachRequest(cancel=cancel)
     s = value.sampling
     opening = decode_pb2.RequestOpen(
@@ -195,7 +193,9 @@ def _start_to_wire(value: m.StartReport) -> decode_pb2.StartReport:
 
 def _start_from_wire(wire: decode_pb2.StartReport) -> m.StartReport:
     instants: dict[str, Any] = {
-        f"{name}_s": getattr(wire, f"{name}_us") / 1e6 for name in INSTANTS if wire.HasField(f"{name}_us")  # type: ignore[arg-type]
+        f"{name}_s": getattr(wire, f"{name}_us") / 1e6
+        for name in INSTANTS
+        if wire.HasField(f"{name}_us")  # type: ignore[arg-type]
     }
     counts: dict[str, Any] = {name: getattr(wire, name) for name in COUNTS}
     return m.StartReport(

@@ -38,7 +38,9 @@ class ModelText:
                 "they do not belong together"
             )
         self._special_tokens = {
-            name: _token_text(settings[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token") if settings.get(name)
+            name: _token_text(settings[name])
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if settings.get(name)
         }
         self.max_token_characters = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         self._template = self._load_template(directory, settings)
@@ -78,7 +80,9 @@ class ModelText:
 
     def _find_eos(self, directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
         """The generation configuration's, else the configuration's, and the tokenizer's."""
-        ids = _read_json(directory / "generation_config.json", is_required=False).get("eos_token_id", config.get("eos_token_id"))
+        ids = _read_json(directory / "generation_config.json", is_required=False).get(
+            "eos_token_id", config.get("eos_token_id")
+        )
         found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
         if "eos_token" in self._special_tokens:
             token = self._tokenizer.token_to_id(self._special_tokens["eos_token"])

@@ -27,6 +27,8 @@ class WorkerBody:
         self.pool = BlockPool(engine.num_slots)
         self.reader = BlockReader(dialer, engine.memory, self.counters, settings.silence_s)
         self._executor, self._dialer = executor, dialer
+        self.on_joined: Callable[[], None] = lambda: None
+        """Called whenever a router has taken this worker in."""
 
     def loop_for(self, scheduler: Scheduler) -> EngineLoop:
         return EngineLoop(scheduler, self._executor, self.pool, self.counters)
@@ -62,6 +64,13 @@ class WorkerBody:
             group.create_task(loop.run())
             for address in self.settings.router_addresses:
                 membership = Membership(
-                    self._dialer, address, self.description, loop, self.pool, load, self.settings.silence_s
+                    self._dialer,
+                    address,
+                    self.description,
+                    loop,
+                    self.pool,
+                    load,
+                    self.settings.silence_s,
+                    self.on_joined,
                 )
                 group.create_task(membership.run())

@@ -130,7 +130,9 @@ class EngineLoop:
             return
         audit = self._pool.audit()
         self._counters.add("leaked_slots", sum(audit.leaks.values()))
-        logger.error("the idle pool is not clean: held by %s; %s", audit.leaks, "; ".join(audit.errors) or "no other fault")
+        logger.error(
+            "the idle pool is not clean: held by %s; %s", audit.leaks, "; ".join(audit.errors) or "no other fault"
+        )
 
     async def _run_step(self, plan: Plan) -> None:
         self._step_began = began = self.now()

@@ -34,9 +34,11 @@ class Membership:
         pool: BlockPool,
         load: Callable[[], WorkerProgress],
         silence_s: float = SILENCE_S,
+        on_joined: Callable[[], None] = lambda: None,
     ):
         self._dialer, self._router_address, self._description = dialer, router_address, description
         self._loop, self._pool, self._load, self._silence_s = loop, pool, load, silence_s
+        self._on_joined = on_joined
         self.is_member = False
 
     async def run(self) -> None:
@@ -66,6 +68,7 @@ class Membership:
             if isinstance(answer, Welcome):
                 self.is_member = True
                 logger.info("joined router %s at %s", answer.router_id, self._router_address)
+                self._on_joined()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._listen(stream))
                 group.create_task(self._report(stream, watch))

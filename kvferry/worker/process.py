@@ -5,7 +5,7 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -25,21 +25,15 @@ POOL_SHARE = 0.25
 MAX_DEFAULT_POOL_BYTES = 4 * 1024**3
 
 
-class Worker(Protocol):
-    async def run(self) -> None: ...
-
-
 def default_kv_tokens(directory: Path) -> int:
-    """From the memory there is; always at least one full context, or what a sixteenth of the memory holds."""
+    """From the memory that is available now."""
     config = read_config(directory)
     per_token = kv_bytes_per_token(config)
     budget = min(int(psutil.virtual_memory().available * POOL_SHARE), MAX_DEFAULT_POOL_BYTES)
     return max(budget // per_token, 16)
 
 
-async def serve_worker(
-    config: WorkerConfig, make: Callable[[Engine, Executor, Dialer, WorkerSettings], Any]
-) -> None:
+async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, Dialer, WorkerSettings], Any]) -> None:
     """Until cancelled. Raises ConfigurationError or JoinRefused."""
     name = config.name or f"{config.role}-{os.getpid()}"
     secret, tls = read_secret(config.secret_file), read_tls(config)
@@ -70,6 +64,7 @@ async def serve_worker(
     )
     dialer = GrpcDialer(secret, block_bytes, tls)
     worker = make(engine, ThreadExecutor(engine.runner), dialer, settings)
+    worker.body.on_joined = lambda: say_state("ready")
     add_fetch_service(server, worker, secret)
     if hasattr(worker, "serve_attach"):
         add_decode_service(server, worker, secret)

@@ -10,8 +10,6 @@ import contextlib
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.worker.counters import Counters
-from kvferry.worker.loop import EngineLoop
 from kvferry.kv.block_id import chain, chain_root
 from kvferry.kv.frame import pack_frame
 from kvferry.kv.memory import BlockMemory
@@ -29,6 +27,8 @@ from kvferry.messages import (
     Frame,
 )
 from kvferry.streams import Stream, StreamEnded
+from kvferry.worker.counters import Counters
+from kvferry.worker.loop import EngineLoop
 
 FRAME_BYTES = 2 * 1024 * 1024
 MAX_FRAMES_IN_FLIGHT = 2

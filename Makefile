@@ -1,0 +1,43 @@
+# Each target makes .venv and installs what it needs when that is missing or stale.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test soak up stubs lint clean
+
+demo: $(STAMP)
+	$(BIN)/kvferry run "What is the capital of South Korea?"
+
+test: $(STAMP)
+	$(BIN)/kvferry model unpack
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: $(STAMP)
+	$(BIN)/kvferry model unpack
+	$(BIN)/python -m pytest -m soak
+	$(BIN)/kvferry bench exact --prompts 50
+
+up: $(STAMP)
+	$(BIN)/kvferry up
+
+stubs: $(STAMP)
+	$(BIN)/python -m kvferry.rpc.generate
+	$(BIN)/python -m kvferry.rpc.generate --check
+	$(BIN)/buf lint proto
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer")'
+	@echo "installing kvferry and what it needs into $(VENV) (about a gigabyte, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

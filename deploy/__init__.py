@@ -1,0 +1,1 @@
+"""Deployments: the `kvferry` command, local processes, examples."""

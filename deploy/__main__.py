@@ -1,0 +1,5 @@
+"""`python -m deploy`: the `kvferry` command."""
+
+from deploy.cli import main
+
+main()

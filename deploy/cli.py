@@ -1,0 +1,221 @@
+"""The `kvferry` command. Each subcommand's work is elsewhere and imported when it is called."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from deploy.local import LocalDeployment, LocalPlan
+from deploy.progress import ProgressLines, banner
+from kvferry.config import home
+from kvferry.engine.unpack import packaged_model_directory, unpack_packaged_model
+from kvferry.errors import KvferryError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="kvferry: prefill and decode on separate pools.",
+)
+model_app = typer.Typer(no_args_is_help=True, help="The packaged model.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measurements. With --json, one object a line.")
+app.add_typer(model_app, name="model")
+app.add_typer(bench_app, name="bench")
+
+notes = Console(stderr=True, highlight=False)
+"""Progress and notes go to standard error, answers and figures to standard output."""
+
+Model = Annotated[Path | None, typer.Option("--model", help="Checkpoint directory; the packaged model if not given.")]
+Prefill = Annotated[
+    int, typer.Option("--prefill", min=0, help="Prefill workers; 0: decode workers compute everything.")
+]
+Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
+KvTokens = Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens per pool; 0: from the memory there is.")]
+Url = Annotated[
+    str | None, typer.Option("--url", envvar="KVFERRY_URL", help="A running service; one is started if not given.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line on standard output.")]
+
+
+@model_app.command()
+def unpack() -> None:
+    """Makes the packaged model's checkpoint directory under KVFERRY_HOME, once, and prints its path."""
+    print(_packaged_model())
+
+
+@app.command()
+def up(
+    model: Model = None,
+    prefill: Prefill = 1,
+    decode: Decode = 1,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; gRPC is the next one. 0: any.")] = 8000,
+    kv_tokens: KvTokens = 0,
+    config: Annotated[Path | None, typer.Option(help="YAML file with more settings for the three programs.")] = None,
+) -> None:
+    """Starts a router and workers on this machine, until Ctrl-C."""
+    plan = LocalPlan(model or _packaged_model(), prefill, decode, port, port + 1 if port else 0, kv_tokens, config)
+    _run(_up(plan))
+
+
+async def _up(plan: LocalPlan) -> None:
+    async with LocalDeployment(plan, ProgressLines(notes)).running() as deployment:
+        print(banner(deployment), flush=True)
+        raise await deployment.failure()
+
+
+@app.command()
+def run(
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    url: Url = None,
+    model: Model = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2)] = 0.0,
+    kv_tokens: KvTokens = 0,
+) -> None:
+    """Asks a question, streams the answer, and shows the numbers of its life."""
+    _run(_ask(question, url, model, max_tokens, temperature, kv_tokens))
+
+
+async def _ask(
+    question: str, url: str | None, model: Path | None, max_tokens: int | None, temperature: float, kv_tokens: int
+) -> None:
+    from deploy.ask import ask
+
+    console = Console(highlight=False)
+    if url:
+        await ask(url.rstrip("/"), question, max_tokens, temperature, console)
+        return
+    plan = LocalPlan(model or _packaged_model(), kv_tokens=kv_tokens)
+    async with LocalDeployment(plan, ProgressLines(notes)).running() as deployment:
+        await ask(deployment.url, question, max_tokens, temperature, console)
+
+
+@app.command()
+def size(
+    model: Annotated[str, typer.Argument(help="A named shape or a checkpoint directory.")] = "smollm2-135m",
+    context: Annotated[int, typer.Option(min=0, help="Tokens per request; 0: the model's context.")] = 0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or int8.")] = "float16",
+    as_json: Json = False,
+) -> None:
+    """The arithmetic of memory: KV bytes per token, per context and per number of requests, and weights."""
+    from deploy.size import print_size
+
+    with _errors():
+        print_size(model, context, requests, dtype, as_json)
+
+
+@bench_app.command("load")
+def bench_load(
+    url: Url = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1)] = 4,
+    requests: Annotated[int, typer.Option("--requests", min=1)] = 32,
+    input_tokens: Annotated[int, typer.Option("--input-tokens", min=1)] = 128,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", min=1)] = 32,
+    max_failed: Annotated[float, typer.Option(min=0, max=1, help="Exit code 1 above this share of failures.")] = 0.0,
+    model: Model = None,
+    prefill: Prefill = 1,
+    decode: Decode = 1,
+    as_json: Json = False,
+) -> None:
+    """A closed-loop load test over real HTTP streams."""
+    from loadtest.load import LoadPlan, load_test
+    from loadtest.report import print_report
+
+    load = LoadPlan(concurrency, requests, input_tokens, output_tokens)
+
+    async def measure(at: str) -> None:
+        report = await load_test(at, load)
+        print_report(report, as_json)
+        if report.share_failed > max_failed:
+            raise typer.Exit(1)
+
+    _run(_at_service(measure, url, model, prefill, decode))
+
+
+@bench_app.command("exact")
+def bench_exact(
+    prompts: Annotated[int, typer.Option("--prompts", min=1)] = 50,
+    output_tokens: Annotated[int, typer.Option("--output-tokens", min=1)] = 32,
+    url: Url = None,
+    model: Model = None,
+    prefill: Prefill = 1,
+    decode: Decode = 1,
+    as_json: Json = False,
+) -> None:
+    """Token ids through the service against plain transformers, greedy, float32. Exit code 1 if they differ."""
+    from loadtest.exact import compare_with_reference
+
+    directory = model or _packaged_model()
+
+    async def measure(at: str) -> None:
+        if not await compare_with_reference(at, directory, prompts, output_tokens, as_json, notes):
+            raise typer.Exit(1)
+
+    _run(_at_service(measure, url, directory, prefill, decode))
+
+
+async def _at_service(measure: Any, url: str | None, model: Path | None, prefill: int, decode: int) -> None:
+    if url:
+        await measure(url.rstrip("/"))
+        return
+    plan = LocalPlan(model or _packaged_model(), prefill, decode)
+    async with LocalDeployment(plan, ProgressLines(notes)).running() as deployment:
+        await measure(deployment.url)
+
+
+def _packaged_model() -> Path:
+    """Made if it is not there, with a progress bar."""
+    target = packaged_model_directory(home())
+    if (target / "config.json").is_file():
+        return target
+    from rich.progress import Progress
+
+    with _errors(), Progress(console=notes) as progress:
+        task = progress.add_task("unpacking the packaged model", total=1.0)
+
+        def show(what: str, share: float) -> None:
+            progress.update(task, completed=share, description=what)
+            if not notes.is_terminal:
+                notes.print(f"  packaged model: {what}")
+
+        return unpack_packaged_model(home(), show)
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    with _errors():
+        asyncio.run(main)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """One line for what a person can mend, 130 for Ctrl-C; a group is its first error."""
+    try:
+        yield
+    except BaseException as error:
+        first: BaseException = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        if isinstance(first, KvferryError):
+            notes.print(f"[red]error:[/red] {first.message}", soft_wrap=True)
+            raise SystemExit(2) from None
+        if isinstance(first, (KeyboardInterrupt, asyncio.CancelledError)):
+            raise SystemExit(130) from None
+        if isinstance(first, typer.Exit):
+            raise SystemExit(first.exit_code) from None
+        raise first from None
+
+
+def main() -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What a person sees while a deployment starts: one line a process; and the banner once it is ready."""
+
+import json
+
+from rich.console import Console
+
+from deploy.local import Child, LocalDeployment
+from kvferry.shape import human_bytes
+
+REQUEST_TOKENS = 1024
+
+
+class ProgressLines:
+    """Writes a line whenever a process reaches another state (loading shares are shown on a terminal only)."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._shown: dict[str, str] = {}
+
+    def __call__(self, child: Child) -> None:
+        text = child.state
+        if child.state == "loading" and self._console.is_terminal:
+            text = f"loading {child.share:.0%}"
+        elif child.state == "listening":
+            text = f"listening at {child.details.get('address') or child.details.get('http')}"
+        if self._shown.get(child.name) != text:
+            self._shown[child.name] = text
+            pid = f"pid {child.pid}" if child.pid else ""
+            self._console.print(f"  [bold]{child.name:<10}[/bold] {text:<34} [dim]{pid}[/dim]", highlight=False)
+
+
+def banner(deployment: LocalDeployment) -> str:
+    """Addresses, model, pools, what they hold, and a line to paste."""
+    shape, router = deployment.shape, deployment.children["router"].details
+    per_token = shape.kv_bytes_per_token("float32")
+    tokens = deployment.kv_tokens
+    length = min(REQUEST_TOKENS, tokens)
+    body = {"model": router["model"], "messages": [{"role": "user", "content": "What is the capital of South Korea?"}]}
+    lines = [
+        "",
+        "kvferry is ready",
+        f"  HTTP      http://{router['http']}/v1      gRPC  {router['grpc']}",
+        f"  model     {router['model']}: {shape.num_weights / 1e6:.0f} M weights, context {shape.context_tokens} tokens",
+        f"  pools     {len(deployment.of('prefill'))} prefill + {len(deployment.of('decode'))} decode, {deployment.threads} thread(s) each",
+        f"  KV        {per_token:,} bytes a token; each pool holds {tokens:,} tokens ({human_bytes(tokens * per_token)}),",
+        f"            that is {tokens // length:,} requests of {length:,} tokens",
+        f"  logs      {deployment.folder}",
+        "",
+        "  try       "
+        + f"curl http://{router['http']}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'",
+        "",
+    ]
+    return "\n".join(lines)

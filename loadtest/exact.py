@@ -1,0 +1,125 @@
+"""`kvferry bench exact`: token ids through a running service against plain transformers, greedy, float32, one process.
+
+The reference runs the same checkpoint through transformers' own modules and cache (kvferry/engine/reference.py). A step where
+its two best logits are closer than EXCUSE_GAP may differ: such excuses are counted and printed, and may be 1 % of the prompts.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from kvferry.errors import KvferryError
+from loadtest.texts import KINDS, text_of
+
+EXCUSE_GAP = 1e-3
+MAX_SHARE_EXCUSED = 0.01
+MAX_PROMPT_TOKENS = 1500
+BLOCK_SIZE = 16
+EDGE_BLOCKS = (1, 2, 3, 4, 5, 8, 13, 21, 40, 64, 93)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`index` is the first step that differs; None if none does."""
+
+    num_prompt_tokens: int
+    kind: str
+    index: int | None
+    gap: float
+    """Between the reference's two best logits at that step."""
+
+    @property
+    def is_excused(self) -> bool:
+        return self.index is not None and self.gap < EXCUSE_GAP
+
+
+def prompt_lengths(count: int) -> list[int]:
+    """1, MAX_PROMPT_TOKENS and lengths around blocks' edges first; then lengths spread evenly on a logarithmic scale."""
+    edges = [k * BLOCK_SIZE + d for k in EDGE_BLOCKS for d in (-1, 0, 1)]
+    lengths = [1, MAX_PROMPT_TOKENS, 2, *edges]
+    steps = max(count - len(lengths), 0)
+    lengths += [round(MAX_PROMPT_TOKENS ** ((k + 0.5) / steps)) for k in range(steps)]
+    return lengths[:count]
+
+
+def make_prompts(directory: Path, count: int) -> list[tuple[str, list[int]]]:
+    """(kind, token ids) of exact lengths, the three kinds in turn."""
+    from kvferry.text.model_text import ModelText
+
+    text, kinds = ModelText(directory), list(KINDS)
+    prompts: list[tuple[str, list[int]]] = []
+    for number, length in enumerate(prompt_lengths(count)):
+        kind, pieces = kinds[number % len(kinds)], 4
+        while len(tokens := text.encode(text_of(kind, pieces, number))) < length:
+            pieces *= 2
+        prompts.append((kind, tokens[:length]))
+    return prompts
+
+
+async def compare_with_reference(
+    url: str, directory: Path, num_prompts: int, output_tokens: int, as_json: bool, notes: Console
+) -> bool:
+    """Prints what was found; True if token ids are equal but for few enough excuses."""
+    from kvferry.engine.reference import Reference
+
+    prompts = make_prompts(directory, num_prompts)
+    notes.print(f"asking the service for {len(prompts)} answers")
+    answers: list[list[int]] = []
+    blocks = 0
+    async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
+        for _, tokens in prompts:
+            answer, fetched = await _ask(client, url, tokens, output_tokens)
+            answers.append(answer)
+            blocks += fetched
+    notes.print("computing the reference")
+    reference = Reference(directory)
+    comparisons: list[Comparison] = []
+    for number, ((kind, tokens), answer) in enumerate(zip(prompts, answers, strict=True), start=1):
+        expected, gaps = reference.greedy(tokens, output_tokens)
+        index = next((k for k, (a, b) in enumerate(zip(answer, expected, strict=True)) if a != b), None)
+        comparisons.append(Comparison(len(tokens), kind, index, gaps[index] if index is not None else 0.0))
+        if number % 10 == 0:
+            notes.print(f"  {number} of {len(prompts)}")
+    return _report(comparisons, blocks, as_json)
+
+
+async def _ask(client: httpx.AsyncClient, url: str, tokens: list[int], output_tokens: int) -> tuple[list[int], int]:
+    body = {
+        "prompt": tokens,
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    response = await client.post(f"{url}/v1/completions", json=body)
+    if response.status_code != 200:
+        raise KvferryError(f"HTTP {response.status_code} for a prompt of {len(tokens)} tokens: {response.text[:300]}")
+    content = response.json()
+    return content["choices"][0]["token_ids"], content["kvferry"][0]["fetched_blocks"]
+
+
+def _report(comparisons: list[Comparison], num_blocks: int, as_json: bool) -> bool:
+    excused = [one for one in comparisons if one.is_excused]
+    wrong = [one for one in comparisons if one.index is not None and not one.is_excused]
+    holds = not wrong and len(excused) <= MAX_SHARE_EXCUSED * len(comparisons)
+    equal = len(comparisons) - len(excused) - len(wrong)
+    if as_json:
+        figures = [
+            {"figure": "prompts_equal", "value": equal, "unit": "prompts", "target": len(comparisons), "holds": holds},
+            {"figure": "prompts_excused", "value": len(excused), "unit": "prompts"},
+            {"figure": "prompts_wrong", "value": len(wrong), "unit": "prompts", "target": 0, "holds": not wrong},
+            {"figure": "blocks_fetched", "value": num_blocks, "unit": "blocks"},
+        ]
+        for figure in figures:
+            print(json.dumps(figure))
+        return holds
+    for one in (*wrong, *excused):
+        word = "excused" if one.is_excused else "WRONG"
+        print(f"{word}: {one.num_prompt_tokens} tokens of {one.kind} differ from step {one.index} (gap {one.gap:.2e})")
+    print(
+        f"{equal} of {len(comparisons)} prompts equal, {len(excused)} excused, {len(wrong)} wrong; {num_blocks} blocks fetched"
+    )
+    return holds
