@@ -27,6 +27,7 @@ from kvferry.messages import (
     StartReport,
     StepOutput,
 )
+from kvferry.racing import until_first
 from kvferry.streams import Stream, StreamEnded
 from kvferry.worker.counters import Counters
 from kvferry.worker.identity import WorkerIdentity
@@ -101,10 +102,8 @@ class DecodeService:
         """Until the router ends the stream or is silent for too long."""
         session = _Session(stream)
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._send(session))
-                group.create_task(self._receive(session))
-        except* (StreamEnded, TimeoutError):
+            await until_first(self._send(session), self._receive(session))
+        except (StreamEnded, TimeoutError):
             pass  # whatever the reason: what this router opened ends with its stream
         finally:
             session.is_open = False

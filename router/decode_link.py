@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvferry.bell import Bell
 from kvferry.messages import Beat, DecodeMessage, RouterMessage, StepOutput
+from kvferry.racing import until_first
 from kvferry.streams import Dialer, Stream, StreamEnded
 from router.members import Member
 
@@ -54,19 +55,16 @@ class DecodeLink:
 
     async def _run_once(self) -> str:
         """Returns why the stream ended."""
-        reason = "ended"
         stream = self._dialer.attach(self._member.description.address)
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._send(stream))
-                group.create_task(self._receive(stream))
-        except* StreamEnded as ended:
-            reason = str(ended.exceptions[0])
-        except* TimeoutError:
-            reason = f"silent for {self._silence_s:g} s"
+            await until_first(self._send(stream), self._receive(stream))
+        except StreamEnded as ended:
+            return str(ended)
+        except TimeoutError:
+            return f"silent for {self._silence_s:g} s"
         finally:
             stream.close()
-        return reason
+        return "ended"
 
     async def _send(self, stream: Stream[RouterMessage, DecodeMessage]) -> None:
         loop = asyncio.get_running_loop()

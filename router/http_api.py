@@ -6,7 +6,7 @@ begins with its first token, so that what fails before has a status of its own; 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,6 +24,7 @@ from kvferry.errors import (
     NotFound,
     UnsupportedMedia,
 )
+from kvferry.racing import until_first
 from router.dispatcher import Dispatcher
 from router.live import Live
 from router.metrics import RouterMetrics
@@ -81,7 +82,7 @@ class HttpApi:
         if body.stream:
             return StreamedAnswer(lives, shape, body.includes_usage, self._dispatcher)
         try:
-            await _unless_left(request, _all_ended(lives))
+            await until_first(_left(request.receive), _all_ended(lives))
         finally:
             self._cancel(lives)
         return JSONResponse(
@@ -152,7 +153,7 @@ class StreamedAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _unless(_left(receive), self._send(send, scope, receive))
+            await until_first(_left(receive), self._send(send, scope, receive))
         except Cancelled:
             pass  # the client has left: nobody to tell
         finally:
@@ -246,24 +247,7 @@ async def _all_ended(lives: list[Live]) -> None:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _unless(left: Awaitable[None], work: Awaitable[None]) -> None:
-    """Runs `work` until it ends, or raises Cancelled when the client leaves before."""
-    leaving, working = asyncio.ensure_future(left), asyncio.ensure_future(work)
-    try:
-        await asyncio.wait((leaving, working), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Cancelled("the client has left")
-        await working
-    finally:
-        for task in (leaving, working):
-            task.cancel()
-        await asyncio.wait((leaving, working))
-
-
-async def _unless_left(request: Request, work: Awaitable[None]) -> None:
-    await _unless(_left(request.receive), work)
+    raise Cancelled("the client has left")
 
 
 async def _read_body(request: Request) -> bytes:

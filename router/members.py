@@ -21,6 +21,7 @@ from kvferry.messages import (
     WorkerDescription,
     WorkerProgress,
 )
+from kvferry.racing import until_first
 from kvferry.streams import Stream, StreamEnded
 from kvferry.text.model_text import TextSizes
 from router.index import PrefixIndex
@@ -131,12 +132,10 @@ class Members:
 
     async def _stay(self, member: Member, stream: Stream[JoinDown, JoinUp]) -> None:
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._listen(member, stream))
-                group.create_task(self._beat(stream))
-        except* StreamEnded:
+            await until_first(self._listen(member, stream), self._beat(stream))
+        except StreamEnded:
             logger.warning("%s has left", member.worker_id)
-        except* TimeoutError:
+        except TimeoutError:
             logger.warning("%s was silent for %g s: taken for dead", member.worker_id, self._silence_s)
 
     async def _listen(self, member: Member, stream: Stream[JoinDown, JoinUp]) -> None:

@@ -41,6 +41,9 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the answer, with the values that do not. Any other value is refused loudly."""
 
+PLACES = ("role", "content", "type", "text")
+"""Names that may stand in the place of a fault within `messages`; a union's alternatives are named there too."""
+
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
@@ -171,14 +174,15 @@ def _refuse_unsupported(content: dict[str, Any]) -> None:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """Of several faults (a union reports one for each of its kinds), the first names the field."""
+    """Of several faults (a union reports one for each of its kinds), the first names the field, the deepest the place."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
-    location = [part for part in faults[0]["loc"] if isinstance(part, int) or part.isidentifier()]
+    of_first = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
+    deepest = max((fault["loc"] for fault in of_first), key=len)
+    location = [part for k, part in enumerate(deepest) if k == 0 or isinstance(part, int) or part in PLACES]
     param = str(location[0]) if location else None
-    for part in location[1:]:
-        if isinstance(part, int) or part in ("role", "content", "type", "text", "include_usage"):
-            param = f"{param}.{part}" if not isinstance(part, int) else f"{param}[{part}]"
-    messages = dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1])
+    if param == "messages":  # the only field that is deep enough to need the place within it
+        param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:])
+    messages = dict.fromkeys(fault["msg"] for fault in of_first)
     return InvalidRequest(f"{param}: {'; or '.join(list(messages)[:4])}", param)
 
 

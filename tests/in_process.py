@@ -131,8 +131,8 @@ async def deployment(
     *names: str, limits: DispatchLimits | None = None, text: Any = None, **settings: Any
 ) -> AsyncIterator[Deployment]:
     """`names` begin with p or d; they have joined when the body begins."""
-    async with asyncio.TaskGroup() as group:
-        network = Network(group)
+    async with asyncio.TaskGroup() as links, asyncio.TaskGroup() as group:
+        network = Network(links)
         text = text or NumberText()
         index = PrefixIndex()
         members = Members("router", text.sizes, index)

@@ -1,14 +1,26 @@
-"""Router, prefill and decode in one virtual-time loop, with a model whose next token derives from the KV bytes it holds."""
+"""Router, prefill and decode in one virtual-time loop, with a model whose next token derives from the KV it holds.
 
+Faults are what a network and processes do (a killed or frozen worker), never a patch of the product.
+"""
+
+import asyncio
 import random
 
+import pytest
+from kvferry.engine.engine import fake_engine
 from kvferry.engine.fake import fake_answer
+from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Sampling
+from router.dispatcher import DispatchLimits
+from router.live import LiveState
+
 from tests.in_process import BLOCK, deployment
 from tests.virtual_time import run_virtual
 
+LENGTHS = sorted({1, BLOCK - 1, BLOCK + 1, *(k * BLOCK for k in range(1, 21)), 2 * BLOCK - 1, 2 * BLOCK + 1, 1000})
 
-def prompt_of(length: int, seed: int = 1) -> list[int]:
+
+def prompt_of(length: int, seed: object = 1) -> list[int]:
     return [random.Random(f"{seed} {k}").randrange(1000) for k in range(length)]
 
 
@@ -16,27 +28,528 @@ def expected(prompt: list[int], max_tokens: int, seed: int = 0) -> list[int]:
     return fake_answer(prompt, Sampling(seed, max_tokens, 1.0 if seed else 0.0))
 
 
-LENGTHS = sorted(
-    {1, BLOCK - 1, BLOCK, BLOCK + 1, *(k * BLOCK for k in range(2, 21)), 2 * BLOCK - 1, 2 * BLOCK + 1, 1000}
-)
+# ------------------------------------------------------------------------------------------------------------- exactness
 
 
-def test_every_length_around_a_blocks_edge_is_answered_exactly():
+def test_every_length_around_a_blocks_edge_is_exact_and_moves_the_whole_blocks_before_the_tail():
     async def main():
-        async with deployment("p1", "d1") as d:
+        async with deployment("p1", "d1", limits=DispatchLimits(local_tokens=0)) as d:
             for length in LENGTHS:
                 for max_tokens in (1, 2, BLOCK + 1):
-                    prompt = prompt_of(length, seed=length * 100 + max_tokens)
+                    prompt = prompt_of(length, (length, max_tokens))
                     live = d.submit(prompt, max_tokens)
                     await live.wait()
                     assert live.journal.choices[0].tokens == expected(prompt, max_tokens), length
-                    blocks = (length - 1) // BLOCK
-                    wanted = blocks if blocks * BLOCK > d.dispatcher.limits.local_tokens else 0
-                    assert live.summary().num_fetched_blocks == wanted
+                    assert live.summary().num_fetched_blocks == (length - 1) // BLOCK
             await d.quiet()
 
     run_virtual(main)
 
 
-if __name__ == "__main__":
-    test_every_length_around_a_blocks_edge_is_answered_exactly()
+def test_chunks_of_many_prompts_interleave_exactly():
+    async def main():
+        async with deployment("p1", "d1", max_step_tokens=64) as d:
+            prompts = [prompt_of(n, n) for n in (63, 64, 65, 127, 128, 129, 700, 900)]
+            answers = await asyncio.gather(*(d.answer(prompt, 12) for prompt in prompts))
+            assert answers == [expected(prompt, 12) for prompt in prompts]
+            assert len({len(plan.chunks) for plan in d.nodes["p1"].executor.plans}) > 1
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_hits_are_exact_and_counted_and_only_the_missing_blocks_move():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            prompt = prompt_of(200)
+            for attempt, cached in enumerate((0, 192, 192)):
+                live = d.submit(prompt, 8)
+                await live.wait()
+                assert live.journal.choices[0].tokens == expected(prompt, 8)
+                assert live.summary().num_cached_tokens == cached, attempt
+            shared = [*prompt[:100], *prompt_of(100, 2)]
+            live = d.submit(shared, 8)
+            await live.wait()
+            assert live.journal.choices[0].tokens == expected(shared, 8)
+            assert live.summary().num_cached_tokens == 96
+            assert live.summary().num_fetched_blocks == 12 - 6
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_prompt_of_whole_blocks_that_is_cached_keeps_its_last_block_as_the_tail():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            for length in (64, 65, 63, 64):
+                prompt = prompt_of(length)
+                assert await d.answer(prompt, 3) == expected(prompt, 3)
+            live = d.submit(prompt_of(64), 1)
+            await live.wait()
+            assert live.summary().num_cached_tokens == 48
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_second_turn_reuses_what_decode_generated_even_on_another_worker():
+    """The decode worker that generated is busy: the prefill worker reads from it and computes only what is new."""
+
+    async def main():
+        async with deployment("p1", "d1") as d:
+            first = prompt_of(100)
+            answer = await d.answer(first, 60)
+            await asyncio.sleep(0.5)
+            d.start("d2")
+            await d.ready("d2")
+            blocker = d.submit(prompt_of(30, "x"), 400)
+            await asyncio.sleep(1)
+            assert blocker.decode_id == "d2" or blocker.decode_id == "d1"
+            busy = blocker.decode_id
+            second = [*first, *answer, *prompt_of(20, "turn")]
+            live = d.submit(second, 8)
+            await live.wait()
+            assert live.journal.choices[0].tokens == expected(second, 8)
+            if busy == "d1":
+                computed = d.nodes["p1"].worker.load().counters["computed_tokens"]
+                assert computed < 96 + 16 + 48, computed
+            assert live.summary().num_cached_tokens >= 144
+            d.dispatcher.cancel(blocker)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_salts_share_no_block():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            prompt = prompt_of(100)
+            for salt, cached in ((b"a", 0), (b"b", 0), (b"a", 96)):
+                live = d.submit(prompt, 4, salt=salt)
+                await live.wait()
+                assert live.summary().num_cached_tokens == cached
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_n_choices_share_one_fetch_and_each_equals_its_own_request():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            prompt = prompt_of(100)
+            live = d.submit(prompt, 8, n=4)
+            await live.wait()
+            for choice in live.journal.choices:
+                assert choice.tokens == expected(prompt, 8)
+            counters = d.nodes["d1"].worker.load().counters
+            assert counters["fetches_started"] == 1
+            assert counters["fetched_blocks"] == 6
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_equal_prompts_at_once_are_computed_and_fetched_once():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            prompt = prompt_of(300)
+            answers = await asyncio.gather(*(d.answer(prompt, 8) for _ in range(6)))
+            assert answers == [expected(prompt, 8)] * 6
+            assert d.nodes["p1"].worker.load().counters["computed_tokens"] == 288
+            assert d.nodes["d1"].worker.load().counters["fetched_blocks"] == 18
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_when_the_first_of_two_waiters_leaves_the_other_gets_its_blocks():
+    async def main():
+        async with deployment("p1", "d1", max_step_tokens=32) as d:
+            prompt = prompt_of(600)
+            first, second = d.submit(prompt, 4), d.submit(prompt, 4)
+            await asyncio.sleep(0.3)
+            d.dispatcher.cancel(first)
+            await second.wait()
+            assert second.journal.choices[0].tokens == expected(prompt, 4)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_stop_tokens_and_limits_end_exactly():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            prompt = prompt_of(50)
+            whole = expected(prompt, 20)
+            live = d.submit(prompt, 20, stop_token_ids=(whole[6],))
+            await live.wait()
+            assert live.journal.choices[0].tokens == whole[: whole.index(whole[6]) + 1]
+            for limit in (1, 2, 3, 17):
+                assert await d.answer(prompt, limit) == whole[:limit]
+            await d.quiet()
+
+    run_virtual(main)
+
+
+# ---------------------------------------------------------------------------------------------------------- small pools
+
+
+def test_preemption_changes_no_token_and_nothing_hangs():
+    async def main():
+        async with deployment("p1", "d1", num_slots=30) as d:
+            prompts = [prompt_of(40, k) for k in range(4)]
+            answers = await asyncio.gather(*(d.answer(prompt, 200, temperature=1, seed=k + 1) for k, prompt in enumerate(prompts)))
+            assert answers == [expected(prompt, 200, k + 1) for k, prompt in enumerate(prompts)]
+            assert d.nodes["d1"].worker.load().counters["preemptions"] > 0
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_source_too_small_for_the_chain_is_not_asked():
+    async def main():
+        async with deployment("d1") as d:
+            d.start("p1", num_slots=4)
+            await d.ready("p1")
+            prompt = prompt_of(200)
+            assert await d.answer(prompt, 4) == expected(prompt, 4)
+            assert d.nodes["p1"].worker.load().counters["served_fetches"] == 0
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_many_prompts_through_tiny_pools_all_end_exactly():
+    async def main():
+        async with deployment("p1", "p2", "d1", "d2", num_slots=24) as d:
+            prompts = [prompt_of(random.Random(k).randrange(1, 200), k) for k in range(60)]
+            answers = await asyncio.gather(*(d.answer(prompt, 40) for prompt in prompts))
+            assert answers == [expected(prompt, 40) for prompt in prompts]
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_request_larger_than_every_pool_is_refused_at_once_and_blocks_nobody():
+    async def main():
+        async with deployment("p1", "d1", num_slots=20) as d:
+            with pytest.raises(InvalidRequest, match="320 tokens"):
+                d.submit(prompt_of(400), 4)
+            with pytest.raises(InvalidRequest, match="320 tokens"):
+                d.submit(prompt_of(300), 40)
+            assert await d.answer(prompt_of(30), 4) == expected(prompt_of(30), 4)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_an_abort_under_pressure_leaves_the_pool_usable_at_once():
+    async def main():
+        async with deployment("p1", "d1", num_slots=60) as d:
+            for _ in range(20):
+                lives = [d.submit(prompt_of(300, k), 200) for k in range(6)]
+                await asyncio.sleep(random.Random(1).random())
+                for live in lives:
+                    d.dispatcher.cancel(live)
+                await d.quiet()
+                prompt = prompt_of(550, "big")
+                assert await d.answer(prompt, 4) == expected(prompt, 4)
+
+    run_virtual(main, 10_000)
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+@pytest.mark.parametrize("after_s", [0.001, 0.05, 0.2, 0.5, 0.9])
+def test_a_prefill_worker_lost_at_any_moment_costs_no_token(fault, after_s):
+    async def main():
+        async with deployment("p1", "p2", "d1", max_step_tokens=64) as d:
+            prompts = [prompt_of(500, k) for k in range(3)]
+            lives = [d.submit(prompt, 20) for prompt in prompts]
+            await asyncio.sleep(after_s)
+            began = asyncio.get_running_loop().time()
+            if fault == "kill":
+                await d.kill("p1")
+            else:
+                d.network.freeze("p1")
+                d.nodes["p1"].executor.hang.clear()
+            for live, prompt in zip(lives, prompts, strict=True):
+                await live.wait()
+                assert live.journal.choices[0].tokens == expected(prompt, 20)
+            assert asyncio.get_running_loop().time() - began < 8
+            if fault == "freeze":
+                d.network.thaw("p1")
+                d.nodes["p1"].executor.hang.set()
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_without_any_prefill_worker_decode_computes_everything_and_says_so():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            assert not d.dispatcher.is_degraded
+            await d.kill("p1")
+            await asyncio.sleep(0.5)
+            assert d.dispatcher.is_degraded
+            prompt = prompt_of(900)
+            assert await d.answer(prompt, 8) == expected(prompt, 8)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_request_too_long_to_compute_locally_is_handed_back_and_placed_again():
+    async def main():
+        async with deployment("p1", "p2", "d1", max_step_tokens=64, max_local_tokens=32) as d:
+            prompt = prompt_of(800)
+            live = d.submit(prompt, 8)
+            await asyncio.sleep(0.2)
+            for name in list(live.source_ids):
+                d.network.freeze(name)
+            await live.wait()
+            assert live.journal.choices[0].tokens == expected(prompt, 8)
+            assert live.journal.attempt > 1
+            for name in ("p1", "p2"):
+                d.network.thaw(name)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze", "hang"])
+@pytest.mark.parametrize("seed", [0, 11])
+def test_a_decode_worker_lost_in_mid_stream_costs_no_token_and_repeats_none(fault, seed):
+    async def main():
+        async with deployment("p1", "d1", "d2") as d:
+            prompts = [prompt_of(100 + k, k) for k in range(6)]
+            lives = [d.submit(prompt, 150, temperature=min(seed, 1), seed=seed, n=1 + k % 2) for k, prompt in enumerate(prompts)]
+            while min(len(live.journal.choices[0].tokens) for live in lives) < 30:
+                await asyncio.sleep(0.01)
+            victim = lives[0].decode_id
+            if fault == "kill":
+                await d.kill(victim)
+            else:
+                d.nodes[victim].executor.hang.clear()
+                if fault == "freeze":
+                    d.network.freeze(victim)
+            for live, prompt in zip(lives, prompts, strict=True):
+                await live.wait()
+                for choice in live.journal.choices:
+                    assert choice.tokens == expected(prompt, 150, seed)
+            assert any(live.journal.attempt == 2 for live in lives)
+            if fault != "kill":
+                d.network.thaw(victim)
+                d.nodes[victim].executor.hang.set()
+                await asyncio.sleep(5)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_the_only_decode_worker_dies_and_its_successor_finishes_the_stream():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            prompt = prompt_of(100)
+            live = d.submit(prompt, 100)
+            while len(live.journal.choices[0].tokens) < 30:
+                await asyncio.sleep(0.01)
+            await d.kill("d1")
+            await asyncio.sleep(3)
+            with pytest.raises(NoWorker):
+                d.submit(prompt, 4)
+            d.start("d1")
+            await live.wait()
+            assert live.journal.choices[0].tokens == expected(prompt, 100)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_step_that_fails_ends_its_requests_with_a_typed_error_and_no_others():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            live = d.submit(prompt_of(50), 50)
+            await asyncio.sleep(0.3)
+            d.nodes["d1"].executor.fail = RuntimeError("out of luck")
+            with pytest.raises(EngineFailure, match="out of luck"):
+                await live.wait()
+            assert await d.answer(prompt_of(50), 8) == expected(prompt_of(50), 8)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_failed_prefill_step_is_a_miss_and_the_answer_still_comes():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            d.nodes["p1"].executor.fail = RuntimeError("out of luck")
+            assert await d.answer(prompt_of(100), 8) == expected(prompt_of(100), 8)
+            assert d.nodes["d1"].worker.load().counters["fetch_failed_source_error"] == 1
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_long_step_is_not_taken_for_death():
+    async def main():
+        async with deployment("p1", "d1", step=dict(base_s=0.5, s_per_token=0.01), max_step_tokens=1024, step_target_s=20.0) as d:
+            prompt = prompt_of(900)
+            assert await d.answer(prompt, 8) == expected(prompt, 8)
+            assert d.dispatcher.counters["continuations"] == 0
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_router_that_dies_leaves_nothing_on_its_workers():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            for k in range(4):
+                d.submit(prompt_of(300, k), 300)
+            await asyncio.sleep(1)
+            d.network.freeze("d1")  # its stream to the decode worker falls silent
+            await asyncio.sleep(8)
+            load = d.nodes["d1"].worker.load()
+            assert load.num_running == load.num_waiting == load.num_fetching == 0
+            assert d.nodes["d1"].worker.body.pool.audit().is_clean
+            for live in d.dispatcher.lives:
+                d.dispatcher.cancel(live)
+            d.network.thaw("d1")
+            await asyncio.sleep(5)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+# --------------------------------------------------------------------------------------------- cancelling and deadlines
+
+
+@pytest.mark.parametrize("after_s", [0, 0.001, 0.02, 0.2, 0.5, 1.0, 2.0])
+def test_a_client_that_leaves_at_any_phase_leaves_nothing_behind(after_s):
+    async def main():
+        async with deployment("p1", "d1", max_step_tokens=64) as d:
+            live = d.submit(prompt_of(700), 1000)
+            await asyncio.sleep(after_s)
+            d.dispatcher.cancel(live)
+            assert live.state is LiveState.CANCELLED
+            await asyncio.sleep(0.6)  # the running step and half a second
+            for node in d.nodes.values():
+                assert node.worker.body.pool.counts.num_live == node.worker.body.pool.counts.num_filling == 0
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_queued_requests_whose_clients_leave_are_never_computed():
+    async def main():
+        async with deployment("p1", "d1", num_slots=60, max_step_tokens=64) as d:
+            running = d.submit(prompt_of(600, "first"), 100)
+            queued = [d.submit(prompt_of(600, k), 100) for k in range(50)]
+            await asyncio.sleep(0.1)
+            for live in queued:
+                d.dispatcher.cancel(live)
+            assert d.dispatcher.lives == [running]
+            await running.wait()
+            computed = d.nodes["p1"].worker.load().counters["computed_tokens"]
+            assert computed <= 600
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_hundreds_cancelled_at_random_leave_no_survivor():
+    async def main():
+        async with deployment("p1", "p2", "d1", "d2", num_slots=200) as d:
+            rng = random.Random(5)
+            for _ in range(5):
+                lives = [d.submit(prompt_of(rng.randrange(1, 400), rng.random()), 50) for _ in range(100)]
+                for live in sorted(lives, key=lambda _: rng.random()):
+                    await asyncio.sleep(rng.random() * 0.005)
+                    d.dispatcher.cancel(live)
+                await d.quiet()
+            assert await d.answer(prompt_of(300), 8) == expected(prompt_of(300), 8)
+
+    run_virtual(main)
+
+
+def test_deadlines_end_requests_wherever_they_are():
+    async def main():
+        async with deployment("p1", "d1", max_step_tokens=64) as d:
+            for prompt, limit in ((prompt_of(900), 0.05), (prompt_of(900), 0.4), (prompt_of(20), 0.5)):
+                live = d.submit(prompt, 1000, timeout_s=limit)
+                with pytest.raises(DeadlineExceeded):
+                    await live.wait()
+                assert live.instants_s["closed"] < limit + 0.2
+                await d.quiet()
+
+    run_virtual(main)
+
+
+def test_the_queue_is_bounded_and_its_wait_too():
+    async def main():
+        limits = DispatchLimits(max_queued=3, queue_timeout_s=2)
+        async with deployment("p1", "d1", num_slots=60, limits=limits, step=dict(base_s=0.2)) as d:
+            d.submit(prompt_of(600, "a"), 300)
+            waiting = [d.submit(prompt_of(600, k), 300) for k in range(3)]
+            with pytest.raises(Overloaded, match="3 requests are waiting"):
+                d.submit(prompt_of(600), 300)
+            for live in waiting:
+                with pytest.raises(Overloaded, match="decode pool"):
+                    await live.wait()
+            for live in d.dispatcher.lives:
+                d.dispatcher.cancel(live)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_without_a_decode_worker_a_request_is_refused_at_once():
+    async def main():
+        async with deployment("p1") as d:
+            with pytest.raises(NoWorker, match="decode pool"):
+                d.submit(prompt_of(20), 4)
+
+    run_virtual(main)
+
+
+# ------------------------------------------------------------------------------------------------------------- joining
+
+
+def test_a_worker_of_another_block_size_is_refused_by_field():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            node = d.start("d2", engine=fake_engine(100, 32))
+            await asyncio.wait((node.task,))
+            (error,) = node.task.exception().exceptions
+            assert error.field == "block_size"
+            del d.nodes["d2"]
+            assert await d.answer(prompt_of(50), 4) == expected(prompt_of(50), 4)
+            assert d.members.num_refused == 1
+
+    async def outer():
+        with pytest.raises(BaseExceptionGroup):
+            await main()
+
+    run_virtual(outer)
+
+
+def test_every_accepted_request_ends_once_and_the_counts_add_up():
+    async def main():
+        async with deployment("p1", "d1", "d2") as d:
+            rng = random.Random(3)
+            lives = [d.submit(prompt_of(rng.randrange(1, 300), k), 60, timeout_s=rng.choice([None, 1.0])) for k in range(60)]
+            await asyncio.sleep(0.5)
+            for live in lives[::7]:
+                d.dispatcher.cancel(live)
+            await d.kill("d1")
+            for live in lives:
+                while not live.has_ended:
+                    await asyncio.sleep(0.1)
+            counters = d.dispatcher.counters
+            assert counters["accepted"] == 60 == counters["finished"] + counters["failed"] + counters["cancelled"]
+            await d.quiet()
+
+    run_virtual(main)

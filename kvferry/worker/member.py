@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvferry.errors import JoinRefused
 from kvferry.kv.pool import BlockPool, PoolWatch
 from kvferry.messages import JoinDown, JoinUp, Refusal, Welcome, WorkerDescription, WorkerProgress
+from kvferry.racing import until_first
 from kvferry.streams import Dialer, Stream, StreamEnded
 from kvferry.worker.loop import EngineLoop
 
@@ -69,11 +70,7 @@ class Membership:
                 self.is_member = True
                 logger.info("joined router %s at %s", answer.router_id, self._router_address)
                 self._on_joined()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._listen(stream))
-                group.create_task(self._report(stream, watch))
-        except ExceptionGroup as group:
-            raise _first(group) from None
+            await until_first(self._listen(stream), self._report(stream, watch))
         finally:
             watch.close()
             stream.close()
@@ -110,9 +107,3 @@ def _with_blocks(load: WorkerProgress, sealed: tuple[bytes, ...], evicted: tuple
         evicted,
     )
 
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    error: Exception = group
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error

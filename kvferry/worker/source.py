@@ -26,6 +26,7 @@ from kvferry.messages import (
     FetchUp,
     Frame,
 )
+from kvferry.racing import until_first
 from kvferry.streams import Stream, StreamEnded
 from kvferry.worker.counters import Counters
 from kvferry.worker.loop import EngineLoop
@@ -136,30 +137,26 @@ class _Serving:
         self._unacknowledged: set[int] = set()
         self._acknowledged = asyncio.Event()
         self._computation: Computation | None = None
+        self._end = FetchEnd(FetchEndReason.COMPLETE, len(self._ids))
 
     async def run(self) -> None:
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._take_acknowledgements())
-                group.create_task(self._show_progress())
-                group.create_task(self._send_and_end())
-        except* _FetchIsOver as over:
-            end = over.exceptions[0]
-            assert isinstance(end, _FetchIsOver)
-            await self._stream.send(end.end)
-        except* StreamEnded:
+            await until_first(self._take_acknowledgements(), self._show_progress(), self._send_until_the_end())
+            await self._stream.send(self._end)
+        except StreamEnded:
             pass  # the reader has left: nothing to tell
         finally:
             if self._computation is not None:
                 self._computation.close()
 
-    async def _send_and_end(self) -> None:
+    async def _send_until_the_end(self) -> None:
         try:
             async with asyncio.timeout(self._opening.time_left_s):
                 await self._send_blocks()
         except TimeoutError:
-            raise _FetchIsOver(FetchEnd(FetchEndReason.DEADLINE, self._next, "the time left ran out")) from None
-        raise _FetchIsOver(FetchEnd(FetchEndReason.COMPLETE, len(self._ids)))
+            self._end = FetchEnd(FetchEndReason.DEADLINE, self._next, "the time left ran out")
+        except _FetchIsOver as over:
+            self._end = over.end
 
     async def _send_blocks(self) -> None:
         while self._next < len(self._ids):

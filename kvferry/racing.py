@@ -1,0 +1,23 @@
+"""Runs a few coroutines together until the first of them ends: how each side of a stream sends, receives and shows life.
+
+Not a task group, on purpose: there, a failure that meets a cancellation swallows it (Python before 3.13), and a loop that dials
+again would never hear that it was cancelled. Here the first error is raised as it is, and a cancellation always wins.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+async def until_first(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Returns when one returns, raises what one raises; the others are cancelled and awaited before."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if task in done:
+            task.result()

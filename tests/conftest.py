@@ -1,0 +1,21 @@
+"""Fixtures that several folders use."""
+
+import os
+from pathlib import Path
+
+import pytest
+from kvferry.config import home
+from kvferry.engine.unpack import packaged_model_directory
+
+
+def pytest_configure() -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def model_directory() -> Path:
+    """The packaged model; `make test` unpacks it first."""
+    directory = packaged_model_directory(home())
+    if not (directory / "config.json").is_file():
+        pytest.fail("the packaged model is not unpacked: run `make test`, or `.venv/bin/kvferry model unpack`")
+    return directory

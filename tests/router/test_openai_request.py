@@ -1,0 +1,115 @@
+import json
+
+import pytest
+from kvferry.errors import InvalidRequest
+from router.openai_request import ChatBody, CompletionBody, parse_body
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields):
+    return parse_body(ChatBody, json.dumps({"messages": USER, **fields}).encode())
+
+
+def completion(**fields):
+    return parse_body(CompletionBody, json.dumps({"prompt": "hi", **fields}).encode())
+
+
+NUMBERS = ["temperature", "top_p", "top_k", "seed", "n", "max_tokens", "timeout_s"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["1", True, [], {}, 1e300, "NaN"])
+def test_a_wrong_type_or_range_is_refused_naming_the_field(name, value):
+    with pytest.raises(InvalidRequest) as error:
+        chat(**{name: value})
+    assert error.value.param == name
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_null_means_the_default(name):
+    assert getattr(chat(**{name: None}), name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -0.1), ("temperature", 2.1), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("n", 0), ("n", 100_000),
+     ("max_tokens", 0), ("max_tokens", 2**31), ("stop", ["x"] * 1000), ("stop", [""]), ("stop", "x" * 10_000),
+     ("stop_token_ids", [-5]), ("stop_token_ids", [10**10]), ("logit_bias", {"1": 5}), ("tools", [{}]), ("best_of", 1000),
+     ("top_logprobs", 50_000), ("logprobs", True), ("presence_penalty", 1.5), ("echo", True), ("min_p", 0.1),
+     ("response_format", {"type": "json_object"}), ("stream_options", {"include_usage": True}), ("stream", "yes")],
+)  # fmt: skip
+def test_what_is_out_of_range_or_not_supported_is_refused_naming_the_field(name, value):
+    with pytest.raises(InvalidRequest) as error:
+        chat(**{name: value})
+    assert error.value.param == name
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_constants_that_are_not_json_are_refused(constant):
+    with pytest.raises(InvalidRequest, match=constant.strip("-")):
+        parse_body(ChatBody, f'{{"messages":[{{"role":"user","content":"x"}}],"temperature":{constant}}}'.encode())
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"1", b"\xff\xfe", b"\xef\xbb\xbf{}", "{\"a\": \"안\"}".encode("euc-kr"), b"[" * 200_000, b'{"a":' * 100_000])
+def test_a_body_that_is_not_a_json_object_is_refused(raw):
+    with pytest.raises(InvalidRequest):
+        parse_body(ChatBody, raw)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ([{}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ("hi", "messages"),
+        (None, "messages"),
+    ],
+)
+def test_bad_messages_are_refused_naming_the_place(messages, param):
+    with pytest.raises(InvalidRequest) as error:
+        chat(messages=messages)
+    assert error.value.param == param
+
+
+def test_message_shapes_of_real_clients_are_read():
+    body = chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "name": "kim", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": []},
+            {"role": "user", "content": ""},
+        ],
+        user="u", metadata={}, store=False, parallel_tool_calls=True, logit_bias={}, tools=[], n=1,
+    )  # fmt: skip
+    assert [m.rendered() for m in body.messages] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], None, 5, [-1], [3.5], [[1], "a"], ["a"] * 1000, [True]])
+def test_bad_prompts_are_refused_naming_the_prompt(prompt):
+    with pytest.raises(InvalidRequest) as error:
+        completion(prompt=prompt)
+    assert error.value.param == "prompt"
+
+
+def test_the_four_forms_of_a_prompt_are_read():
+    assert completion(prompt="a").prompts == ["a"]
+    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
+    assert completion(prompt=[1, 2]).prompts == [[1, 2]]
+    assert completion(prompt=[[1], [2, 3]]).prompts == [[1], [2, 3]]
+
+
+def test_two_different_limits_are_refused_and_one_is_enough():
+    with pytest.raises(InvalidRequest):
+        chat(max_tokens=5, max_completion_tokens=6)
+    assert chat(max_completion_tokens=6).max_completion_tokens == 6
