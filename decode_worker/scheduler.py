@@ -201,6 +201,13 @@ class DecodeScheduler:
     # --------------------------------------------------------------------------------------------------------- the step
 
     def plan(self, step: int, now: float) -> Plan | None:
+        while True:
+            num_choices = len(self._choices)
+            plan = self._plan(step, now)
+            if plan is not None or len(self._choices) == num_choices:
+                return plan  # else one ended without a step, and its slots may let another one start
+
+    def _plan(self, step: int, now: float) -> Plan | None:
         self._end_expired(now)
         self._start_waiting()
         for choice in self._ordered(State.FETCHING):
@@ -329,7 +336,7 @@ class DecodeScheduler:
         sequence, size = choice.sequence, self._block_size
         target = min(len(sequence.tokens), sequence.num_computed + left)
         if target < len(sequence.tokens):
-            target = max(target // size * size, (sequence.num_sealed_blocks + 1) * size)
+            target = min(max(target // size, sequence.num_sealed_blocks + 1) * size, len(sequence.tokens))
         for k in range(sequence.num_sealed_blocks, min(target // size, sequence.num_blocks_before_tail)):
             block_id = sequence.block_ids[k]
             if block_id in claimed or (k > sequence.num_sealed_blocks and block_id in self._pool):

@@ -101,6 +101,13 @@ class PrefillScheduler:
 
     def plan(self, step: int, now: float) -> Plan | None:
         del now
+        while True:
+            num_chains = len(self._chains)
+            plan = self._plan(step)
+            if plan is not None or len(self._chains) == num_chains:
+                return plan  # else a chain ended by adopting alone, and its slots may let another one start
+
+    def _plan(self, step: int) -> Plan | None:
         ordered = sorted(self._chains.values(), key=lambda chain: chain.order)
         self._start_what_fits(ordered)
         left, claimed, chunks = self._budget.num_tokens(), set[bytes](), list[Chunk]()

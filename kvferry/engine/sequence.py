@@ -99,6 +99,7 @@ class Sequence:
 
     def computed(self, target: int) -> int:
         """Tokens up to `target` have KV now: seals the blocks that became whole, and returns how many."""
+        assert self.num_computed < target <= len(self.tokens)
         first, last = self.num_sealed_blocks, target // self.block_size
         for k in range(first, last):
             self.slots[k] = self.hold.seal(self.slots[k], self.block_ids[k], self.parent_of(k))

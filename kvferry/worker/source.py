@@ -35,6 +35,7 @@ FRAME_BYTES = 2 * 1024 * 1024
 MAX_FRAMES_IN_FLIGHT = 2
 PROGRESS_INTERVAL_S = 1.0
 OPENING_TIMEOUT_S = 5.0
+LINGER_S = 2.0
 
 
 class Computation(Protocol):
@@ -143,11 +144,19 @@ class _Serving:
         try:
             await until_first(self._take_acknowledgements(), self._show_progress(), self._send_until_the_end())
             await self._stream.send(self._end)
+            await self._until_read()
         except StreamEnded:
             pass  # the reader has left: nothing to tell
         finally:
             if self._computation is not None:
                 self._computation.close()
+
+    async def _until_read(self) -> None:
+        """The reader closes the stream: a call that ended here first could overtake its own last messages."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while True:
+                    await self._stream.receive()
 
     async def _send_until_the_end(self) -> None:
         try:

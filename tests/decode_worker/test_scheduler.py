@@ -1,0 +1,177 @@
+"""The decode policy alone: no model, no clock, no event loop."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvferry.engine.budget import StepBudget
+from kvferry.engine.plan import StepResult
+from kvferry.engine.sequence import Sequence
+from kvferry.kv.pool import BlockPool
+from kvferry.messages import ChoiceEndReason, Sampling, Source
+from kvferry.worker.counters import Counters
+
+from decode_worker.scheduler import Choice, DecodeLimits, DecodeScheduler, Ended, State, Token
+
+SIZE = 16
+
+
+class FixedBudget(StepBudget):
+    def __init__(self, tokens):
+        super().__init__(1.0, SIZE, 4096)
+        self.tokens = tokens
+
+    def num_tokens(self):
+        return self.tokens
+
+
+class Rig:
+    def __init__(self, num_slots=100, budget=64, max_sequences=8, max_local=32):
+        self.pool, self.counters = BlockPool(num_slots), Counters()
+        limits = DecodeLimits(8192, max_sequences, max_local)
+        self.scheduler = DecodeScheduler(self.pool, SIZE, limits, FixedBudget(budget), self.counters)
+        self.step, self.tokens, self.ends = 0, {}, {}
+
+    def admit(self, name, tokens, max_tokens=4, sources=(), priority=0):
+        sequence = Sequence(self.scheduler.next_sequence_id(), list(tokens), b"root", SIZE, self.pool)
+        choice = Choice(name, 0, sequence, len(tokens), Sampling(1, max_tokens, 0.0), sources, priority)
+        self.scheduler.admit(choice)
+        return choice
+
+    def run_step(self):
+        """Plans and commits one step; returns the plan."""
+        self.step += 1
+        plan = self.scheduler.plan(self.step, float(self.step))
+        if plan is not None:
+            for chunk in plan.chunks:
+                assert len(chunk.slots) == -(-(chunk.start + len(chunk.tokens)) // SIZE)
+                assert len(set(chunk.slots)) == len(chunk.slots)
+                assert 0 not in chunk.slots
+            tokens = {chunk.sequence_id: self.step for chunk in plan.chunks if chunk.draw}
+            self.scheduler.commit(plan, StepResult(tokens), float(self.step))
+        for event in self.scheduler.take_events():
+            if isinstance(event, Token):
+                assert event.index == len(self.tokens.setdefault(event.choice.key, []))
+                self.tokens[event.choice.key].append(event.token)
+            else:
+                assert isinstance(event, Ended)
+                assert event.choice.key not in self.ends
+                self.ends[event.choice.key] = event.reason
+        assert not self.pool.audit().errors
+        return plan
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 150), st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=8),
+    st.integers(1, 130),
+    st.integers(12, 60),
+)
+def test_whatever_the_lengths_budgets_and_pools_every_choice_gets_all_of_its_tokens(requests, budget, num_slots):
+    rig = Rig(num_slots, budget)
+    for name, (length, max_tokens, family) in enumerate(requests):
+        rig.admit(name, range(family * 1000, family * 1000 + length), max_tokens)
+    for _ in range(4000):
+        if rig.scheduler.is_idle:
+            break
+        assert rig.run_step() is not None or rig.scheduler.is_idle, "nothing is planned although something waits"
+    rig.run_step()
+    for name, (length, max_tokens, _) in enumerate(requests):
+        if length + max_tokens - 1 > num_slots * SIZE:
+            assert rig.ends[name] is ChoiceEndReason.TOO_LARGE
+        else:
+            assert rig.ends[name] is ChoiceEndReason.LENGTH
+            assert len(rig.tokens[name]) == max_tokens
+    assert rig.pool.audit().is_clean
+    assert rig.pool.counts.num_live == 0
+
+
+def test_running_sequences_get_a_token_in_every_step_beside_a_long_prompt():
+    rig = Rig(budget=32)
+    rig.admit("short", range(10), 50)
+    rig.run_step()
+    rig.admit("long", range(1000, 1600), 2)
+    for _ in range(10):
+        plan = rig.run_step()
+        assert {len(chunk.tokens) for chunk in plan.chunks} == {1, 32}
+    assert len(rig.tokens["short"]) == 11
+
+
+def test_equal_prompts_share_local_computing():
+    rig = Rig(budget=1000)
+    for name in range(3):
+        rig.admit(name, range(100), 2)
+    plans = [rig.run_step() for _ in range(3)]
+    assert sum(len(chunk.tokens) for chunk in plans[0].chunks) == 100
+    assert sum(plan.num_tokens for plan in plans if plan) < 100 + 3 * (4 + 2) + 10
+
+
+def test_the_youngest_of_the_least_urgent_is_preempted_and_keeps_its_tokens():
+    rig = Rig(num_slots=10, budget=1000)
+    rig.admit("old", range(16), 100)
+    rig.admit("urgent", range(200, 216), 60, priority=1)
+    victim = rig.admit("young", range(400, 416), 100)
+    while not rig.counters.values["preemptions"]:
+        rig.run_step()
+    assert victim.state is State.WAITING
+    kept = len(rig.tokens["young"])
+    assert len(victim.sequence.tokens) == 16 + kept
+    while not rig.scheduler.is_idle:
+        rig.run_step()
+    assert {len(tokens) for tokens in rig.tokens.values()} == {100, 60}
+    assert rig.counters.values["recomputed_tokens"] > 0
+
+
+def test_only_one_of_two_that_want_the_same_blocks_fetches_and_the_next_takes_over():
+    rig = Rig()
+    source = (Source("p1", "p1"),)
+    first, second = rig.admit("a", range(100), sources=source), rig.admit("b", range(100), sources=source)
+    rig.run_step()
+    (order,), _ = rig.scheduler.take_fetches()
+    assert order.choice is first
+    assert order.num_blocks == 6
+    slot = first.sequence.hold.take()
+    first.sequence.received(slot)
+    rig.scheduler.abort(first)
+    rig.run_step()
+    (taken,), (dropped,) = rig.scheduler.take_fetches()
+    assert dropped is order
+    assert taken.choice is second
+    assert taken.first_block == 1, "the block that arrived is adopted"
+
+
+def test_sources_are_tried_in_order_then_computing_then_handing_back():
+    for length, expected in ((40, ChoiceEndReason.LENGTH), (200, ChoiceEndReason.UNPLACED)):
+        rig = Rig(max_local=32)
+        choice = rig.admit("a", range(length), 1, (Source("p1", "p1"), Source("p2", "p2")))
+        for name in ("p1", "p2"):
+            rig.run_step()
+            (order,), _ = rig.scheduler.take_fetches()
+            assert order.source.worker_id == name
+            rig.scheduler.fetch_ended(order, "gone", is_source_bad=True)
+        rig.run_step()
+        rig.run_step()
+        assert rig.ends["a"] is expected
+        assert choice.failed_source_ids == ["p1", "p2"]
+
+
+def test_without_sources_any_length_is_computed_here():
+    rig = Rig(max_local=32)
+    rig.admit("a", range(500), 1)
+    while not rig.scheduler.is_idle:
+        rig.run_step()
+    assert rig.ends["a"] is ChoiceEndReason.LENGTH
+
+
+def test_a_source_that_lost_a_block_is_asked_again_while_it_makes_progress():
+    rig = Rig()
+    choice = rig.admit("a", range(100), 1, (Source("p1", "p1"), Source("p2", "p2")))
+    rig.run_step()
+    (order,), _ = rig.scheduler.take_fetches()
+    choice.sequence.received(choice.sequence.hold.take())
+    rig.scheduler.fetch_ended(order, "missing", is_source_bad=False)
+    rig.run_step()
+    (again,), _ = rig.scheduler.take_fetches()
+    assert (again.source.worker_id, again.first_block) == ("p1", 1)
+    rig.scheduler.fetch_ended(again, "missing", is_source_bad=False)
+    rig.run_step()
+    (other,), _ = rig.scheduler.take_fetches()
+    assert other.source.worker_id == "p2"

@@ -1,0 +1,136 @@
+"""kill -9 and SIGSTOP on real workers (T022, T034, T036, and the issue's own words): the answer still comes, right."""
+
+import os
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.processes.service import serving, wait_until
+
+pytestmark = [pytest.mark.model, pytest.mark.processes]
+
+
+def ids(length: int, seed: object) -> list[int]:
+    return [random.Random(f"{seed} {k}").randrange(100, 40_000) for k in range(length)]
+
+
+@pytest.fixture(scope="module")
+def pair(model_directory):
+    """Two prefill and two decode workers, with different hash seeds by chance; each test mends what it broke."""
+    os.environ.pop("PYTHONHASHSEED", None)
+    with serving(model_directory, num_prefill=2, num_decode=2, kv_tokens=6000) as running:
+        yield running
+
+
+def after(delay_s, action):
+    timer = threading.Timer(delay_s, action)
+    timer.start()
+    return timer
+
+
+def used(service, event_count_name):
+    return service.total("kvferry_worker_events_total", name=event_count_name)
+
+
+def test_blocks_are_shared_between_processes_by_content(pair, reference):
+    """The router's prediction of hits is what the workers find, whichever worker computed."""
+    prompt = ids(300, "share")
+    first = pair.complete(prompt, 4)["kvferry"][0]
+    for _ in range(3):
+        time.sleep(0.5)  # the workers have told the router
+        answer = pair.complete(prompt, 4)
+        reference.check(prompt, answer["choices"][0]["token_ids"])
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 288
+        assert answer["kvferry"][0]["decode_worker"] == first["decode_worker"]
+    pair.wait_idle()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("delay_s", [0.2, 1.5])
+def test_a_prefill_worker_lost_in_a_long_prefill_costs_no_token(pair, reference, number, delay_s):
+    pair.wait_ready()
+    prompt, bystander = ids(900, (number, delay_s)), ids(25, "by")
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(pair.complete, prompt, 6), pool.submit(pair.complete, bystander, 30)]
+        time.sleep(delay_s)
+        sources = {name: used_by(pair, name) for name in ("prefill-1", "prefill-2")}
+        victim = max(sources, key=lambda name: sources[name])
+        pair.signal(victim, number)
+        began = time.monotonic()
+        try:
+            for one, asked in zip(answers, (prompt, bystander), strict=True):
+                reference.check(asked, one.result()["choices"][0]["token_ids"])
+            assert time.monotonic() - began < 5 + 8  # five seconds to notice, and the prefill itself
+        finally:
+            if number is signal.SIGSTOP:
+                pair.signal(victim, signal.SIGCONT)
+    pair.wait_ready()
+    pair.wait_idle()
+
+
+def used_by(service, name):
+    return service.total("kvferry_worker_active", worker=name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fields", [dict(), dict(temperature=0.9, seed=77, n=2)])
+def test_a_decode_worker_lost_in_mid_stream_costs_no_token_and_repeats_none(pair, reference, number, fields):
+    pair.wait_ready()
+    prompts = [ids(40 + k, ("mid", k)) for k in range(4)]
+    undisturbed = [streamed(pair, prompt, 40, **fields) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(streamed, pair, prompt, 40, **fields) for prompt in prompts]
+        wait_until(lambda: pair.total("kvferry_requests", phase="decoding") >= 4, 20, "all to decode")
+        time.sleep(1.0)
+        pair.signal("decode-1", number)
+        began = time.monotonic()
+        try:
+            gaps = [one.result() for one in streams]
+            assert gaps == undisturbed
+            assert time.monotonic() - began < 5 + 15
+        finally:
+            if number is signal.SIGSTOP:
+                pair.signal("decode-1", signal.SIGCONT)
+    if not fields:
+        for prompt, tokens in zip(prompts, undisturbed, strict=True):
+            reference.check(prompt, tokens[0])
+    assert pair.total("kvferry_request_events_total", event="worker_losses") >= 1
+    pair.wait_ready()
+    pair.wait_idle()
+
+
+def streamed(service, prompt, max_tokens, **fields):
+    """Token ids by choice."""
+    tokens: dict[int, list[int]] = {}
+    with service.streaming(prompt, max_tokens, **fields) as events:
+        for chunk in events:
+            for choice in chunk["choices"]:
+                tokens.setdefault(choice["index"], []).extend(choice["token_ids"])
+    return tokens
+
+
+def test_without_prefill_workers_the_service_is_degraded_but_answers(model_directory, reference):
+    with serving(model_directory, num_prefill=0, num_decode=1, kv_tokens=3000) as lone:
+        assert lone.http.get("/health/ready").json()["status"] == "degraded"
+        reference.check(ids(100, "lone"), lone.tokens(ids(100, "lone"), 6))
+        lone.wait_idle()
+
+
+def test_the_only_decode_worker_is_killed_and_its_successor_finishes_the_streams(model_directory, reference):
+    with serving(model_directory, kv_tokens=3000) as lone:
+        prompt = ids(60, "only")
+        with ThreadPoolExecutor(2) as pool:
+            stream = pool.submit(streamed, lone, prompt, 30)
+            wait_until(lambda: lone.total("kvferry_requests", phase="decoding") >= 1, 20, "the stream to decode")
+            time.sleep(0.5)
+            lone.kill("decode-1")
+            wait_until(lambda: lone.http.get("/health/ready").status_code == 503, 5, "readiness to turn false")
+            refused = lone.http.post("/v1/completions", json={"prompt": "x"})
+            assert refused.status_code == 503
+            assert "decode pool" in refused.json()["error"]["message"]
+            reference.check(prompt, stream.result()[0])
+        lone.wait_idle()
