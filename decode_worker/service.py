@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from decode_worker.scheduler import Choice, DecodeScheduler, Ended, FetchOrder, Token
 from kvferry.bell import Bell
 from kvferry.engine.sequence import Sequence
-from kvferry.errors import FetchFailed
+from kvferry.errors import FetchFailed, InvalidRequest
 from kvferry.kv.block_id import chain_root
 from kvferry.kv.pool import BlockPool
 from kvferry.messages import (
     Beat,
+    PROTOCOL_VERSION,
     ChoiceEnd,
     ChoiceEndReason,
     DecodeMessage,
@@ -118,6 +119,11 @@ class DecodeService:
                 self._loop.post(lambda opening=message, at=arrived_s: self._open(session, opening, at))
             elif isinstance(message, RequestCancel):
                 self._loop.post(lambda cancel=message: self._cancel(session, cancel))
+            elif message.protocol_version != PROTOCOL_VERSION:
+                raise InvalidRequest(
+                    f"protocol_version: this worker speaks {PROTOCOL_VERSION}, the router {message.protocol_version}",
+                    "protocol_version",
+                )
 
     async def _send(self, session: _Session) -> None:
         while True:

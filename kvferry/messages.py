@@ -82,6 +82,8 @@ class Beat:
     """Proof of life. `step` is a worker's step counter; 0 from a router."""
 
     step: int = 0
+    protocol_version: int = PROTOCOL_VERSION
+    """Told by a router in its beats, the first of which opens the stream."""
 
 
 RouterMessage = RequestOpen | RequestCancel | Beat
@@ -237,7 +239,7 @@ class FetchFailureKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """What a worker is. All of `router.registry.MUST_MATCH` two workers must share to be paired."""
+    """What a worker is. All of `router.members.MUST_MATCH` two workers must share to be paired."""
 
     worker_id: str
     incarnation: str

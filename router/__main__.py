@@ -19,7 +19,7 @@ from router.http_api import HttpApi
 from router.index import PrefixIndex
 from router.members import Members
 from router.metrics import RouterMetrics
-from router.requests import Defaults, RequestMaker
+from router.request_maker import Defaults, RequestMaker
 
 
 class _HttpServer(uvicorn.Server):

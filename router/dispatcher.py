@@ -80,6 +80,7 @@ class Dispatcher:
         self._group: asyncio.TaskGroup | None = None
         self._work = Bell()
         self._next_number = 0
+        self._is_closing = False
         self.counters: Counter[str] = Counter()
         self.observe: Callable[[Live], None] = lambda live: None
         """Called with each request that has ended."""
@@ -115,6 +116,12 @@ class Dispatcher:
             self.counters[f"cancelled_{self.phase(live)}"] += 1
             self._end(live, LiveState.CANCELLED, Cancelled("the request was cancelled"))
 
+    def shut_down(self) -> None:
+        """Ends every live request with an error of its own; nothing is accepted any more."""
+        self._is_closing = True
+        for live in self.lives:
+            self._end(live, LiveState.FAILED, NoWorker("the router is shutting down; try again", retry_after_s=5))
+
     def phase(self, live: Live) -> str:
         """Where a live request is: queued, prefilling (no token yet) or decoding."""
         if live.state is LiveState.QUEUED:
@@ -140,6 +147,8 @@ class Dispatcher:
         return max(sizes, default=None)
 
     def _refuse_what_cannot_run(self, request: GenerationRequest) -> None:
+        if self._is_closing:
+            raise NoWorker("the router is shutting down; try again", retry_after_s=5)
         limit = self.max_kv_tokens
         if limit is None or not self.is_ready:
             raise NoWorker("no decode worker is ready: the decode pool is empty; try again shortly", retry_after_s=2)
@@ -167,6 +176,8 @@ class Dispatcher:
         for live in list(self._queue):
             placement = self._placement(live)
             if placement is None:
+                if self._num_kv_tokens(live) > (self.max_kv_tokens or 0):
+                    continue  # the worker that could hold it is gone: it waits for another one, apart from the queue
                 return  # in order: a request that finds no room is not passed by a later one
             self._queue.remove(live)
             self._open(live, placement, now)
@@ -181,7 +192,7 @@ class Dispatcher:
         demand = Demand(
             num_tokens=num_tokens,
             num_choices=len(live.journal.starts()),
-            num_kv_tokens=len(live.request.prompt_tokens) + live.request.sampling.max_tokens - 1,
+            num_kv_tokens=self._num_kv_tokens(live),
             num_blocks_before_tail=num_whole_blocks_before_tail(num_tokens, description.block_size),
             block_size=description.block_size,
             failed_worker_ids=frozenset(live.failed_worker_ids),
@@ -189,6 +200,10 @@ class Dispatcher:
         decode = [self._snapshot(m, block_ids) for m in self.members.of(Role.DECODE) if m.is_attached]
         prefill = [self._snapshot(m, block_ids) for m in self.members.of(Role.PREFILL)]
         return place(demand, decode, prefill, self.limits.local_tokens)
+
+    @staticmethod
+    def _num_kv_tokens(live: Live) -> int:
+        return len(live.request.prompt_tokens) + live.request.sampling.max_tokens - 1
 
     def _snapshot(self, member: Member, block_ids: list[bytes]) -> WorkerSnapshot:
         return WorkerSnapshot(

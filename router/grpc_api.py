@@ -10,13 +10,14 @@ from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
 
 from kvferry.errors import InvalidRequest, KvferryError
+from kvferry.messages import PROTOCOL_VERSION
 from kvferry.rpc.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.dispatcher import Dispatcher
 from router.journal import Delta, FinishReason
-from router.live import Live
+from router.live import Live, deltas_of
 from router.openai_request import Body, Message
 from router.request import GenerationRequest, Summary
-from router.requests import RequestMaker, salt_of
+from router.request_maker import RequestMaker, salt_of
 
 SERVICE = "kvferry.v1.GenerationService"
 HEALTH_INTERVAL_S = 0.5
@@ -51,10 +52,10 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:
         live: Live | None = None
         try:
-            live = self._dispatcher.submit(await self._made(request))
-            async for deltas in live.deltas():
-                for delta in deltas:
-                    await context.write(_piece(delta))
+            live = self._dispatcher.submit(await self._made(request, _api_key(context)))
+            async for numbered in deltas_of((live,)):
+                for one in numbered:
+                    await context.write(_piece(one.delta))
             await context.write(generation_pb2.GenerateResponse(summary=_summary(live.summary())))
         except KvferryError as error:
             await context.abort(grpc.StatusCode[error.grpc_code], error.message)
@@ -85,9 +86,10 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             context_tokens=self._dispatcher.max_kv_tokens or self._maker.text.sizes.context_tokens,
             vocabulary_size=self._maker.text.sizes.vocabulary_size,
             members=members,
+            protocol_version=PROTOCOL_VERSION,
         )
 
-    async def _made(self, request: generation_pb2.GenerateRequest) -> GenerationRequest:
+    async def _made(self, request: generation_pb2.GenerateRequest, api_key: str | None) -> GenerationRequest:
         self._maker.check_model(request.model)
         fields: dict[str, Any] = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}  # type: ignore[arg-type]
         try:
@@ -106,7 +108,7 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             name = str(fault["loc"][0])
             raise InvalidRequest(f"{name}: {fault['msg']}", name) from error
         tokens, param = await self._tokens(request)
-        return self._maker.make(tokens, body, body.max_tokens, param, salt_of(body.cache_salt, None))
+        return self._maker.make(tokens, body, body.max_tokens, param, salt_of(body.cache_salt, api_key))
 
     async def _tokens(self, request: Any) -> tuple[list[int], str]:
         """The prompt's tokens, and the field that they came from."""
@@ -126,6 +128,13 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
                 raise InvalidRequest(f"chat: role: {error.errors(include_url=False)[0]['msg']}", "chat") from error
             return await self._maker.encode_chat(messages), kind
         raise InvalidRequest("give one of text, chat and token_ids", "input")
+
+
+def _api_key(context: Any) -> str | None:
+    """As over HTTP: `authorization: Bearer KEY`."""
+    value = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+    scheme, _, key = value.partition(" ")
+    return key if scheme.lower() == "bearer" else None
 
 
 def _piece(delta: Delta) -> generation_pb2.GenerateResponse:

@@ -1,7 +1,8 @@
 """The HTTP front door: OpenAI's routes, health, metrics. Nothing slow happens on its event loop.
 
 Every error, whatever its cause, has OpenAI's body. A client that leaves, at any moment, ends its requests. A streamed answer
-begins with its first token, so that what fails before has a status of its own; what fails later is an event with an error.
+begins with its first token, so that what fails before has a status of its own; what fails later is an event with an error,
+after which the stream ends without `[DONE]`.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvferry.errors import (
@@ -26,12 +28,12 @@ from kvferry.errors import (
 )
 from kvferry.racing import until_first
 from router.dispatcher import Dispatcher
-from router.live import Live
+from router.live import Live, deltas_of, wait_all
 from router.metrics import RouterMetrics
-from router.openai_answer import DONE, Shape, error_body, event, server_timing
+from router.openai_answer import DONE, AnswerShape, error_body, event, server_timing
 from router.openai_request import Body, ChatBody, CompletionBody, parse_body
 from router.request import GenerationRequest
-from router.requests import RequestMaker, salt_of
+from router.request_maker import RequestMaker, salt_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,8 @@ class HttpApi:
         self._maker.check_model(body.model)
         tokens = await self._maker.encode_chat([message.rendered() for message in body.messages])
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        made = self._maker.make(tokens, body, limit, "messages", _salt(request, body))
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        made = self._maker.make(tokens, body, limit, "messages", _salt(request, body), name)
         return await self._answer(request, body, [made], is_chat=True)
 
     async def completions(self, request: Request) -> Response:
@@ -77,12 +80,12 @@ class HttpApi:
         return await self._answer(request, body, made, is_chat=False)
 
     async def _answer(self, request: Request, body: Body, made: list[GenerationRequest], is_chat: bool) -> Response:
-        shape = Shape.new(is_chat, self._maker.defaults.model_name, bool(body.return_token_ids))
+        shape = AnswerShape.new(is_chat, self._maker.defaults.model_name, bool(body.return_token_ids))
         lives = self._submit(made)
         if body.stream:
             return StreamedAnswer(lives, shape, body.includes_usage, self._dispatcher)
         try:
-            await until_first(_left(request.receive), _all_ended(lives))
+            await until_first(_left(request.receive), wait_all(lives))
         finally:
             self._cancel(lives)
         return JSONResponse(
@@ -145,7 +148,7 @@ class HttpApi:
 class StreamedAnswer(Response):
     """Server-sent events of one answer. Whatever ends it ends its requests."""
 
-    def __init__(self, lives: list[Live], shape: Shape, includes_usage: bool, dispatcher: Dispatcher):
+    def __init__(self, lives: list[Live], shape: AnswerShape, includes_usage: bool, dispatcher: Dispatcher):
         self._lives, self._shape, self._includes_usage = lives, shape, includes_usage
         self._dispatcher = dispatcher
         self.status_code = 200
@@ -178,70 +181,26 @@ class StreamedAnswer(Response):
             async for one in events:
                 await send({"type": "http.response.body", "body": one, "more_body": True})
         except KvferryError as error:
-            await send({"type": "http.response.body", "body": event(error_body(error)) + DONE, "more_body": True})
+            await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
         started: set[int] = set()
-        async for base, deltas in _merged(self._lives):
+        async for numbered in deltas_of(self._lives):
             chunks: list[bytes] = []
-            for delta in deltas:
-                index = base + delta.choice
+            for one in numbered:
+                delta = one.delta
                 if not (delta.text or delta.finish or (self._shape.returns_token_ids and delta.token_ids)):
                     continue  # half a character, or text that may begin a stop string
-                chunks.append(self._shape.chunk(index, delta, index not in started, self._includes_usage))
-                started.add(index)
+                chunks.append(self._shape.chunk(one.index, delta, one.index not in started, self._includes_usage))
+                started.add(one.index)
             if chunks:
                 yield b"".join(chunks)
         if self._includes_usage:
             yield self._shape.usage_chunk(self._lives) + DONE
         else:
-            yield DONE
-
-
-async def _merged(lives: list[Live]) -> AsyncIterator[tuple[int, list[Any]]]:
-    """Deltas of several requests as they come; each with the number of choices before its request's."""
-    if len(lives) == 1:
-        async for deltas in lives[0].deltas():
-            yield 0, deltas
-        return
-    queue: asyncio.Queue[tuple[int, list[Any]] | KvferryError | None] = asyncio.Queue()
-
-    async def read(base: int, live: Live) -> None:
-        try:
-            async for deltas in live.deltas():
-                queue.put_nowait((base, deltas))
-            queue.put_nowait(None)
-        except KvferryError as error:
-            queue.put_nowait(error)
-
-    async with asyncio.TaskGroup() as group:
-        base = 0
-        readers: list[asyncio.Task[None]] = []
-        for live in lives:
-            readers.append(group.create_task(read(base, live)))
-            base += len(live.journal.choices)
-        failure: KvferryError | None = None
-        num_left = len(lives)
-        try:
-            while num_left and failure is None:
-                item = await queue.get()
-                if item is None:
-                    num_left -= 1
-                elif isinstance(item, KvferryError):
-                    failure = item
-                else:
-                    yield item
-        finally:
-            for reader in readers:
-                reader.cancel()
-    if failure is not None:
-        raise failure
-
-
-async def _all_ended(lives: list[Live]) -> None:
-    for live in lives:
-        await live.wait()
+            timing = server_timing(self._lives[0].summary())
+            yield f": server-timing {timing}\n\n".encode() + DONE
 
 
 async def _left(receive: Receive) -> None:
@@ -255,11 +214,14 @@ async def _read_body(request: Request) -> bytes:
     if kind != "application/json":
         raise UnsupportedMedia(f"content type {kind[:100]!r} is not supported: send application/json")
     chunks, size = list[bytes](), 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > MAX_BODY_BYTES:
+                raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise Cancelled("the client left while it sent the body") from None
     return b"".join(chunks)
 
 

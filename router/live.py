@@ -1,6 +1,7 @@
 """A live request: its journal, where it is, and the instants of its life. Owned by the dispatcher, read by the front doors."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.bell import Bell
@@ -93,31 +94,6 @@ class Live:
             if seconds is not None:
                 self.instants_s[name] = base + seconds
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What is new, whenever there is something, until the end. Raises the request's error."""
-        positions = [0] * len(self.journal.choices)
-        while True:
-            new: list[Delta] = []
-            for choice in self.journal.choices:
-                delta, positions[choice.choice] = choice.read(positions[choice.choice])
-                if delta is not None:
-                    new.append(delta)
-            if new:
-                yield new
-                continue
-            if self.has_ended:
-                break
-            await self.changed.wait()
-        if self.error is not None:
-            raise self.error
-
-    async def wait(self) -> None:
-        """Until the end. Raises the request's error."""
-        while not self.has_ended:
-            await self.changed.wait()
-        if self.error is not None:
-            raise self.error
-
     def summary(self) -> Summary:
         report = self.first_report or StartReport(self.number, 0)
         return Summary(
@@ -132,3 +108,54 @@ class Live:
             instants_s=dict(self.instants_s),
             seed=self.request.sampling.seed,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedDelta:
+    """`index` numbers the choices of several requests through."""
+
+    index: int
+    delta: Delta
+
+
+async def wait_all(lives: Sequence[Live]) -> None:
+    """Until all have ended. Raises the first error as soon as there is one."""
+    changed = _shared_bell(lives)
+    while True:
+        _raise_first_error(lives)
+        if all(live.has_ended for live in lives):
+            return
+        await changed.wait()
+
+
+async def deltas_of(lives: Sequence[Live]) -> AsyncIterator[list[NumberedDelta]]:
+    """What is new in any of them, whenever there is something, until all have ended. Raises the first error."""
+    changed = _shared_bell(lives)
+    choices = [choice for live in lives for choice in live.journal.choices]
+    positions = [0] * len(choices)
+    while True:
+        new: list[NumberedDelta] = []
+        for index, choice in enumerate(choices):
+            delta, positions[index] = choice.read(positions[index])
+            if delta is not None:
+                new.append(NumberedDelta(index, delta))
+        if new:
+            yield new
+            continue
+        _raise_first_error(lives)
+        if all(live.has_ended for live in lives):
+            return
+        await changed.wait()
+
+
+def _shared_bell(lives: Sequence[Live]) -> Bell:
+    """One bell for all: whichever changes, the one reader wakes."""
+    for live in lives:
+        live.changed = lives[0].changed
+    return lives[0].changed
+
+
+def _raise_first_error(lives: Sequence[Live]) -> None:
+    for live in lives:
+        if live.error is not None:
+            raise live.error

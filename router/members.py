@@ -111,13 +111,13 @@ class Members:
             return
         await self._replace(worker.worker_id)
         member = Member(worker)
-        await stream.send(Welcome(self._router_id))
         self._members[worker.worker_id] = member
         task = asyncio.current_task()
         assert task is not None
         self._tasks[worker.worker_id] = task
-        logger.info("%s joined as %s", worker.worker_id, worker.role.value)
         try:
+            await stream.send(Welcome(self._router_id))
+            logger.info("%s joined as %s", worker.worker_id, worker.role.value)
             self.on_joined(member)
             await self._stay(member, stream)
         finally:
@@ -125,8 +125,7 @@ class Members:
 
     async def _replace(self, worker_id: str) -> None:
         """A new worker of that name: the old one has lost its connection, or its life."""
-        task = self._tasks.get(worker_id)
-        if task is not None:
+        while (task := self._tasks.get(worker_id)) is not None:
             task.cancel()
             await asyncio.wait((task,))
 
@@ -157,8 +156,8 @@ class Members:
             del self._members[member.worker_id]
             del self._tasks[member.worker_id]
             self._index.forget(member.worker_id)
-        self.on_lost(member)
-        self.on_change()
+            self.on_lost(member)
+            self.on_change()
 
 
 def _differs(field_name: str, theirs: object, ours: object, whose: str) -> Refusal:

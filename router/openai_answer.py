@@ -62,7 +62,7 @@ def server_timing(summary: Summary) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AnswerShape:
     """What differs between chat and completions, and is the same for all of an answer."""
 
     is_chat: bool
@@ -72,8 +72,8 @@ class Shape:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @staticmethod
-    def new(is_chat: bool, model: str, returns_token_ids: bool) -> "Shape":
-        return Shape(is_chat, model, returns_token_ids, f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}")
+    def new(is_chat: bool, model: str, returns_token_ids: bool) -> "AnswerShape":
+        return AnswerShape(is_chat, model, returns_token_ids, f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}")
 
     def whole(self, lives: Sequence[Live]) -> dict[str, Any]:
         """The choices of several prompts are numbered through."""

@@ -38,6 +38,19 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "use_beam_search": (None, False),
 }
 """Fields that would change the answer, with the values that do not. Any other value is refused loudly."""
 
@@ -65,8 +78,8 @@ class Body(BaseModel):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -94,7 +107,8 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
 
     def rendered(self) -> dict[str, str]:
         """For the chat template: parts are joined by line breaks; "developer" is "system"."""
@@ -105,25 +119,44 @@ class Message(BaseModel):
 
 
 class ChatBody(Body):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
 
 
 class CompletionBody(Body):
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Any = None
+    """Checked by `read_prompts`: a million token ids are checked in one pass, and only the first fault is told."""
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+        return read_prompts(self.prompt)
+
+
+def read_prompts(value: Any) -> list[str] | list[list[int]]:
+    """The four forms of a prompt: a text, texts, token ids, lists of token ids. Raises InvalidRequest."""
+    if isinstance(value, str):
+        return _texts([value])
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("prompt must be a text, a list of texts, token ids or a list of those, and not empty", "prompt")
+    if isinstance(value[0], int):
+        return [_ids(value)]
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt is a list of {len(value)} prompts, the limit is {MAX_PROMPTS}", "prompt")
+    return _texts(value) if isinstance(value[0], str) else [_ids(one) for one in value]
+
+
+def _texts(values: list[Any]) -> list[str]:
+    if not all(isinstance(value, str) and value for value in values):
+        raise InvalidRequest("prompt must hold texts of at least one character only", "prompt")
+    return values
+
+
+def _ids(values: Any) -> list[int]:
+    if not isinstance(values, list) or not values:
+        raise InvalidRequest("prompt must hold non-empty lists of token ids", "prompt")
+    if not all(type(value) is int and 0 <= value < 2**32 for value in values):
+        raise InvalidRequest("prompt holds something that is not a token id (an integer from 0)", "prompt")
+    return values
 
 
 B = TypeVar("B", ChatBody, CompletionBody)
@@ -143,8 +176,8 @@ def parse_body(kind: type[B], raw: bytes) -> B:
         _check_messages(body)
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
-    elif body.prompts and isinstance(body.prompts[0], str) and "" in body.prompts:
-        raise InvalidRequest("prompt is empty: it must have at least one character", "prompt")
+    else:
+        read_prompts(body.prompt)
     return body
 
 

@@ -17,7 +17,7 @@ from kvferry.worker.settings import WorkerSettings
 from prefill_worker.worker import PrefillWorker
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.index import PrefixIndex
-from router.live import Live
+from router.live import Live, wait_all
 from router.members import Members
 from router.request import GenerationRequest
 
@@ -107,7 +107,7 @@ class Deployment:
 
     async def answer(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> list[int]:
         live = self.submit(prompt, max_tokens, **more)
-        await live.wait()
+        await wait_all([live])
         return live.journal.choices[0].tokens
 
     async def quiet(self) -> None:

@@ -12,7 +12,7 @@ from kvferry.engine.fake import fake_answer
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Sampling
 from router.dispatcher import DispatchLimits
-from router.live import LiveState
+from router.live import LiveState, wait_all
 
 from tests.in_process import BLOCK, deployment
 from tests.virtual_time import run_virtual
@@ -38,7 +38,7 @@ def test_every_length_around_a_blocks_edge_is_exact_and_moves_the_whole_blocks_b
                 for max_tokens in (1, 2, BLOCK + 1):
                     prompt = prompt_of(length, (length, max_tokens))
                     live = d.submit(prompt, max_tokens)
-                    await live.wait()
+                    await wait_all([live])
                     assert live.journal.choices[0].tokens == expected(prompt, max_tokens), length
                     assert live.summary().num_fetched_blocks == (length - 1) // BLOCK
             await d.quiet()
@@ -64,12 +64,12 @@ def test_hits_are_exact_and_counted_and_only_the_missing_blocks_move():
             prompt = prompt_of(200)
             for attempt, cached in enumerate((0, 192, 192)):
                 live = d.submit(prompt, 8)
-                await live.wait()
+                await wait_all([live])
                 assert live.journal.choices[0].tokens == expected(prompt, 8)
                 assert live.summary().num_cached_tokens == cached, attempt
             shared = [*prompt[:100], *prompt_of(100, 2)]
             live = d.submit(shared, 8)
-            await live.wait()
+            await wait_all([live])
             assert live.journal.choices[0].tokens == expected(shared, 8)
             assert live.summary().num_cached_tokens == 96
             assert live.summary().num_fetched_blocks == 12 - 6
@@ -85,7 +85,7 @@ def test_a_prompt_of_whole_blocks_that_is_cached_keeps_its_last_block_as_the_tai
                 prompt = prompt_of(length)
                 assert await d.answer(prompt, 3) == expected(prompt, 3)
             live = d.submit(prompt_of(64), 1)
-            await live.wait()
+            await wait_all([live])
             assert live.summary().num_cached_tokens == 48
             await d.quiet()
 
@@ -108,7 +108,7 @@ def test_a_second_turn_reuses_what_decode_generated_even_on_another_worker():
             busy = blocker.decode_id
             second = [*first, *answer, *prompt_of(20, "turn")]
             live = d.submit(second, 8)
-            await live.wait()
+            await wait_all([live])
             assert live.journal.choices[0].tokens == expected(second, 8)
             if busy == "d1":
                 computed = d.nodes["p1"].worker.load().counters["computed_tokens"]
@@ -126,7 +126,7 @@ def test_salts_share_no_block():
             prompt = prompt_of(100)
             for salt, cached in ((b"a", 0), (b"b", 0), (b"a", 96)):
                 live = d.submit(prompt, 4, salt=salt)
-                await live.wait()
+                await wait_all([live])
                 assert live.summary().num_cached_tokens == cached
             await d.quiet()
 
@@ -138,7 +138,7 @@ def test_n_choices_share_one_fetch_and_each_equals_its_own_request():
         async with deployment("p1", "d1") as d:
             prompt = prompt_of(100)
             live = d.submit(prompt, 8, n=4)
-            await live.wait()
+            await wait_all([live])
             for choice in live.journal.choices:
                 assert choice.tokens == expected(prompt, 8)
             counters = d.nodes["d1"].worker.load().counters
@@ -169,7 +169,7 @@ def test_when_the_first_of_two_waiters_leaves_the_other_gets_its_blocks():
             first, second = d.submit(prompt, 4), d.submit(prompt, 4)
             await asyncio.sleep(0.3)
             d.dispatcher.cancel(first)
-            await second.wait()
+            await wait_all([second])
             assert second.journal.choices[0].tokens == expected(prompt, 4)
             await d.quiet()
 
@@ -182,7 +182,7 @@ def test_stop_tokens_and_limits_end_exactly():
             prompt = prompt_of(50)
             whole = expected(prompt, 20)
             live = d.submit(prompt, 20, stop_token_ids=(whole[6],))
-            await live.wait()
+            await wait_all([live])
             assert live.journal.choices[0].tokens == whole[: whole.index(whole[6]) + 1]
             for limit in (1, 2, 3, 17):
                 assert await d.answer(prompt, limit) == whole[:limit]
@@ -276,7 +276,7 @@ def test_a_prefill_worker_lost_at_any_moment_costs_no_token(fault, after_s):
                 d.network.freeze("p1")
                 d.nodes["p1"].executor.hang.clear()
             for live, prompt in zip(lives, prompts, strict=True):
-                await live.wait()
+                await wait_all([live])
                 assert live.journal.choices[0].tokens == expected(prompt, 20)
             assert asyncio.get_running_loop().time() - began < 8
             if fault == "freeze":
@@ -309,7 +309,7 @@ def test_a_request_too_long_to_compute_locally_is_handed_back_and_placed_again()
             await asyncio.sleep(0.2)
             for name in list(live.source_ids):
                 d.network.freeze(name)
-            await live.wait()
+            await wait_all([live])
             assert live.journal.choices[0].tokens == expected(prompt, 8)
             assert live.journal.attempt > 1
             for name in ("p1", "p2"):
@@ -336,7 +336,7 @@ def test_a_decode_worker_lost_in_mid_stream_costs_no_token_and_repeats_none(faul
                 if fault == "freeze":
                     d.network.freeze(victim)
             for live, prompt in zip(lives, prompts, strict=True):
-                await live.wait()
+                await wait_all([live])
                 for choice in live.journal.choices:
                     assert choice.tokens == expected(prompt, 150, seed)
             assert any(live.journal.attempt == 2 for live in lives)
@@ -361,7 +361,7 @@ def test_the_only_decode_worker_dies_and_its_successor_finishes_the_stream():
             with pytest.raises(NoWorker):
                 d.submit(prompt, 4)
             d.start("d1")
-            await live.wait()
+            await wait_all([live])
             assert live.journal.choices[0].tokens == expected(prompt, 100)
             await d.quiet()
 
@@ -375,7 +375,7 @@ def test_a_step_that_fails_ends_its_requests_with_a_typed_error_and_no_others():
             await asyncio.sleep(0.3)
             d.nodes["d1"].executor.fail = RuntimeError("out of luck")
             with pytest.raises(EngineFailure, match="out of luck"):
-                await live.wait()
+                await wait_all([live])
             assert await d.answer(prompt_of(50), 8) == expected(prompt_of(50), 8)
             await d.quiet()
 
@@ -452,7 +452,7 @@ def test_queued_requests_whose_clients_leave_are_never_computed():
             for live in queued:
                 d.dispatcher.cancel(live)
             assert d.dispatcher.lives == [running]
-            await running.wait()
+            await wait_all([running])
             computed = d.nodes["p1"].worker.load().counters["computed_tokens"]
             assert computed <= 600
             await d.quiet()
@@ -481,7 +481,7 @@ def test_deadlines_end_requests_wherever_they_are():
             for prompt, limit in ((prompt_of(900), 0.05), (prompt_of(900), 0.4), (prompt_of(20), 0.5)):
                 live = d.submit(prompt, 1000, timeout_s=limit)
                 with pytest.raises(DeadlineExceeded):
-                    await live.wait()
+                    await wait_all([live])
                 assert live.instants_s["closed"] < limit + 0.2
                 await d.quiet()
 
@@ -498,7 +498,7 @@ def test_the_queue_is_bounded_and_its_wait_too():
                 d.submit(prompt_of(600), 300)
             for live in waiting:
                 with pytest.raises(Overloaded, match="decode pool"):
-                    await live.wait()
+                    await wait_all([live])
             for live in d.dispatcher.lives:
                 d.dispatcher.cancel(live)
             await d.quiet()

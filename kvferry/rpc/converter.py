@@ -119,7 +119,7 @@ def fetch_down_from_wire(wire: fetch_pb2.FetchResponse) -> m.FetchDown:
 
 def router_message_to_wire(value: m.RouterMessage) -> decode_pb2.AttachRequest:
     if isinstance(value, m.Beat):
-        return decode_pb2.AttachRequest(beat=decode_pb2.RouterBeat())
+        return decode_pb2.AttachRequest(beat=decode_pb2.RouterBeat(protocol_version=value.protocol_version))
     if isinstance(value, m.RequestCancel):
         cancel = decode_pb2.RequestCancel(request_number=value.number, attempt=value.attempt, choices=value.choices)
         return decode_pb2.AttachRequest(cancel=cancel)
@@ -149,7 +149,7 @@ def router_message_to_wire(value: m.RouterMessage) -> decode_pb2.AttachRequest:
 def router_message_from_wire(wire: decode_pb2.AttachRequest) -> m.RouterMessage:
     name = _one_of(wire)
     if name == "beat":
-        return m.Beat()
+        return m.Beat(protocol_version=wire.beat.protocol_version)
     if name == "cancel":
         return m.RequestCancel(wire.cancel.request_number, wire.cancel.attempt, tuple(wire.cancel.choices))
     opening, s = wire.open, wire.open.sampling

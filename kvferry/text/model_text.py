@@ -30,7 +30,9 @@ class ModelText:
         self._tokenizer = Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.sizes = TextSizes(int(config["vocab_size"]), int(config.get("max_position_embeddings", 0)))
+        if not isinstance(config.get("vocab_size"), int):
+            raise ConfigurationError(f"{directory / 'config.json'}: vocab_size is missing")
+        self.sizes = TextSizes(config["vocab_size"], int(config.get("max_position_embeddings") or 0))
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         if size > self.sizes.vocabulary_size:
             raise ConfigurationError(
@@ -69,7 +71,8 @@ class ModelText:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(f"{param} holds half of a surrogate pair: it is not valid Unicode", param) from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch form gives up the interpreter's lock while it works; the single form does not.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _load_template(self, directory: Path, settings: dict[str, Any]) -> ChatTemplate | None:
         path = directory / "chat_template.jinja"

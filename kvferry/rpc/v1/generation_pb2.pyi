@@ -139,18 +139,20 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model", "model_id", "context_tokens", "vocabulary_size", "members")
+    __slots__ = ("model", "model_id", "context_tokens", "vocabulary_size", "members", "protocol_version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_id: str
     context_tokens: int
     vocabulary_size: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, model: _Optional[str] = ..., model_id: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, model: _Optional[str] = ..., model_id: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("worker_id", "role", "pool_tokens")

@@ -45,7 +45,9 @@ class RequestMaker:
         self._refuse_hopeless(size, "messages")
         return await _off_loop(lambda: self.text.encode_chat(messages), size)
 
-    def make(self, tokens: list[int], body: Body, max_tokens: int | None, param: str, salt: bytes) -> GenerationRequest:
+    def make(
+        self, tokens: list[int], body: Body, max_tokens: int | None, param: str, salt: bytes, limit_name: str = "max_tokens"
+    ) -> GenerationRequest:
         """Raises InvalidRequest naming `param` (the prompt) or another field, NoWorker while nothing can be judged."""
         limit = self._limit()
         if not tokens:
@@ -58,7 +60,7 @@ class RequestMaker:
                 f"{param} has {len(tokens)} tokens, the limit is {limit}: shorten it", param, "context_length_exceeded"
             )
         if max_tokens is not None and max_tokens > limit:
-            raise InvalidRequest(f"max_tokens is {max_tokens}, the limit is {limit}", "max_tokens")
+            raise InvalidRequest(f"{limit_name} is {max_tokens}, the limit is {limit}", limit_name)
         left = limit + 1 - len(tokens)
         return GenerationRequest(
             prompt_tokens=tuple(tokens),
@@ -105,7 +107,7 @@ def salt_of(cache_salt: str | None, api_key: str | None) -> bytes:
     """The tenant's part of the chain's root: an API key's holder shares cached blocks with nobody else."""
     if not cache_salt and not api_key:
         return b""
-    return hashlib.blake2b(f"{api_key or ''}\0{cache_salt or ''}".encode(), digest_size=16).digest()
+    return hashlib.blake2b(f"{api_key or ''}\0{cache_salt or ''}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 async def _off_loop(work: Callable[[], list[int]], num_characters: int) -> list[int]:

@@ -1,0 +1,177 @@
+"""The three links over real gRPC: what is sent is what arrives, whoever lacks the secret is refused, an end is told."""
+
+import asyncio
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvferry import messages as m
+from kvferry.rpc import converter
+from kvferry.rpc.links import GrpcDialer, add_fetch_service, add_registry_service, bind, new_server
+from kvferry.streams import StreamEnded
+
+IDS = st.binary(min_size=16, max_size=16)
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**63)
+TOKENS = st.lists(U32, max_size=20).map(tuple)
+SOURCES = st.lists(st.builds(m.Source, st.text(max_size=5), st.text(max_size=5)), max_size=3).map(tuple)
+SECONDS = st.none() | st.integers(1, 10**6).map(lambda ms: ms / 1000)
+SAMPLING = st.builds(m.Sampling, U64, U32, st.floats(0, 2), U32, st.floats(0.1, 1), TOKENS)
+MICRO = st.none() | st.integers(0, 10**9).map(lambda us: us / 1e6)
+CASES = {
+    "fetch_up": st.builds(m.FetchAck, U32)
+    | st.builds(m.FetchOpen, st.text(max_size=9), st.text(max_size=9), TOKENS, U32, st.binary(max_size=9), st.booleans(),
+                st.integers(-9, 9), SECONDS, SOURCES, U32),
+    "fetch_down": st.builds(m.Frame, U32, st.binary(max_size=9), st.binary(max_size=9))
+    | st.builds(m.FetchEnd, st.sampled_from(m.FetchEndReason), U32, st.text(max_size=9))
+    | st.builds(m.FetchProgress, U64, st.sampled_from(m.FetchState), U32),
+    "router_message": st.just(m.Beat())
+    | st.builds(m.RequestCancel, U64, U32, TOKENS)
+    | st.builds(m.RequestOpen, U64, U32, TOKENS, st.lists(st.builds(m.ChoiceStart, U32, TOKENS), max_size=3).map(tuple),
+                SAMPLING, st.binary(max_size=9), SOURCES, SOURCES, st.integers(-9, 9), SECONDS),
+    "decode_message": st.builds(m.Beat, U64)
+    | st.builds(m.StepOutput, U64, st.lists(st.builds(m.NewTokens, U64, U32, U32, U32, TOKENS), max_size=3).map(tuple),
+                st.lists(st.builds(m.StartReport, U64, U32, MICRO, MICRO, MICRO, MICRO, MICRO, U32, U32, U32, U32, U32, U64,
+                                   st.text(max_size=5)), max_size=2).map(tuple),
+                st.lists(st.builds(m.ChoiceEnd, U64, U32, U32, st.sampled_from(m.ChoiceEndReason), st.text(max_size=5),
+                                   st.lists(st.text(max_size=4), max_size=2).map(tuple)), max_size=2).map(tuple)),
+    "join_up": st.builds(m.WorkerDescription, *[st.text(max_size=5)] * 2, st.sampled_from(m.Role), *[st.text(max_size=5)] * 4,
+                         U32, U64, U64, U32, U32, U32, U32, U32, U32)
+    | st.builds(m.WorkerProgress, U64, U32, U32, U32, U32, st.builds(m.SlotCounts, U64, U64, U64, U64),
+                st.dictionaries(st.text(max_size=5), U64, max_size=3), st.lists(IDS, max_size=3).map(tuple),
+                st.lists(IDS, max_size=3).map(tuple)),
+    "join_down": st.builds(m.Welcome, st.text(max_size=5)) | st.builds(m.Refusal, st.text(max_size=5), st.text(max_size=5))
+    | st.just(m.Beat()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(CASES))
+def test_what_is_sent_is_what_arrives(kind):
+    to_wire, from_wire = getattr(converter, f"{kind}_to_wire"), getattr(converter, f"{kind}_from_wire")
+
+    @given(CASES[kind])
+    def check(value):
+        wire = to_wire(value)
+        back = from_wire(type(wire).FromString(wire.SerializeToString()))
+        if isinstance(value, m.StepOutput):
+            assert (back.step, back.tokens, back.ends) == (value.step, value.tokens, value.ends)
+            for one, two in zip(back.starts, value.starts, strict=True):
+                assert one.first_token_s == pytest.approx(two.first_token_s, abs=2e-6)
+                assert (one.source_worker_id, one.fetched_bytes) == (two.source_worker_id, two.fetched_bytes)
+        else:
+            assert back == value
+
+    check()
+
+
+class Echo:
+    """Serves fetches: answers acknowledgement k with progress k, ends after 99; counts who is being served."""
+
+    def __init__(self):
+        self.num_serving = 0
+
+    async def serve_fetch(self, stream):
+        self.num_serving += 1
+        try:
+            while (ack := await stream.receive()).frame_number != 99:
+                await stream.send(m.FetchProgress(ack.frame_number, m.FetchState.SENDING, 0))
+        finally:
+            self.num_serving -= 1
+
+    async def serve_join(self, stream):
+        await stream.send(m.Beat())
+
+
+@contextlib.asynccontextmanager
+async def listening(secret="right"):
+    echo, server = Echo(), new_server()
+    add_fetch_service(server, echo, "right")
+    add_registry_service(server, echo, "right")
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    dialer = GrpcDialer(secret)
+    try:
+        yield echo, dialer, f"127.0.0.1:{port}"
+    finally:
+        await dialer.close()
+        await server.stop(0)
+
+
+async def test_messages_go_both_ways_and_an_orderly_end_is_ok():
+    async with listening() as (_, dialer, address):
+        stream = dialer.fetch(address)
+        for k in range(3):
+            await stream.send(m.FetchAck(k))
+            assert (await stream.receive()).step == k
+        await stream.send(m.FetchAck(99))
+        with pytest.raises(StreamEnded) as ended:
+            await stream.receive()
+        assert ended.value.code == "OK"
+
+
+async def test_a_wrong_secret_is_refused_without_detail():
+    async with listening("wrong") as (echo, dialer, address):
+        for dial in (dialer.fetch, dialer.join):
+            with pytest.raises(StreamEnded) as ended:
+                await dial(address).receive()
+            assert ended.value.code == "UNAUTHENTICATED"
+            assert "right" not in str(ended.value)
+        assert echo.num_serving == 0
+
+
+async def test_an_address_where_nobody_listens_is_told_at_once():
+    dialer = GrpcDialer("right")
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(StreamEnded) as ended:
+        stream = dialer.fetch("127.0.0.1:1")
+        await stream.send(m.FetchAck(1))
+        await stream.receive()
+    assert ended.value.code == "UNAVAILABLE"
+    assert asyncio.get_running_loop().time() - began < 3
+    await dialer.close()
+
+
+async def test_closing_many_streams_ends_their_handlers_and_leaves_room_for_the_next():
+    async with listening() as (echo, dialer, address):
+        streams = [dialer.fetch(address) for _ in range(64)]
+        for stream in streams:
+            await stream.send(m.FetchAck(1))
+            await stream.receive()
+        assert echo.num_serving == 64
+        for stream in streams:
+            stream.close()
+        async with asyncio.timeout(2):
+            while echo.num_serving:
+                await asyncio.sleep(0.01)
+        stream = dialer.fetch(address)
+        await stream.send(m.FetchAck(5))
+        assert (await stream.receive()).step == 5
+        stream.close()
+
+
+async def test_a_message_larger_than_grpcs_default_passes():
+    class Large:
+        async def serve_fetch(self, stream):
+            await stream.send(m.Frame(0, b"", bytes(6 * 1024 * 1024)))
+            with contextlib.suppress(StreamEnded):
+                await stream.receive()
+
+    server = new_server()
+    add_fetch_service(server, Large(), "right")
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    dialer = GrpcDialer("right")
+    stream = dialer.fetch(f"127.0.0.1:{port}")
+    assert len((await stream.receive()).payload) == 6 * 1024 * 1024
+    stream.close()
+    await dialer.close()
+    await server.stop(0)
+
+
+async def test_a_port_that_is_taken_is_named():
+    from kvferry.errors import ConfigurationError
+
+    async with listening() as (_, _, address):
+        port = int(address.rpartition(":")[2])
+        with pytest.raises(ConfigurationError, match=str(port)):
+            bind(new_server(), "127.0.0.1", port)
