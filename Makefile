@@ -17,7 +17,7 @@ test: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/kvferry model unpack
 	$(BIN)/python -m pytest -m soak
-	$(BIN)/kvferry bench exact --prompts 50
+	$(BIN)/kvferry bench exact --prompts 200
 
 up: $(STAMP)
 	$(BIN)/kvferry up
@@ -31,6 +31,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python -m kvferry.rpc.generate --check
+	$(BIN)/buf lint proto
 
 clean:
 	rm -rf $(VENV)

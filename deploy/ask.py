@@ -29,6 +29,8 @@ async def ask(url: str, question: str, max_tokens: int | None, temperature: floa
         if chunk.get("usage"):
             last = chunk
     console.out("")
+    if not last:
+        raise KvferryError("the stream ended without its numbers: it was cut")
     console.print(_table(last))
     return last
 
@@ -39,8 +41,7 @@ async def stream_events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[st
         try:
             async with client.stream("POST", url, json=body) as response:
                 if response.status_code != 200:
-                    content = json.loads(await response.aread())
-                    raise KvferryError(f"HTTP {response.status_code}: {content['error']['message']}")
+                    raise KvferryError(f"HTTP {response.status_code}: {_message(await response.aread())}")
                 async for line in response.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -52,6 +53,14 @@ async def stream_events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[st
             raise NoWorker(
                 f"nothing answers at {url}: {error or type(error).__name__}; is `kvferry up` running?"
             ) from error
+
+
+def _message(body: bytes) -> str:
+    """Out of OpenAI's error body, or whatever was answered instead."""
+    try:
+        return json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:300] or "no message"
 
 
 def _table(last: dict[str, Any]) -> Table:

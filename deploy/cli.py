@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ def up(
     model: Model = None,
     prefill: Prefill = 1,
     decode: Decode = 1,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; gRPC is the next one. 0: any.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65534, help="HTTP port; gRPC is the next one. 0: any.")] = 8000,
     kv_tokens: KvTokens = 0,
     config: Annotated[Path | None, typer.Option(help="YAML file with more settings for the three programs.")] = None,
 ) -> None:
@@ -79,7 +80,7 @@ def run(
     kv_tokens: KvTokens = 0,
 ) -> None:
     """Asks a question, streams the answer, and shows the numbers of its life."""
-    _run(_ask(question, url, model, max_tokens, temperature, kv_tokens))
+    _run(_ask(question, url, model if url else model or _packaged_model(), max_tokens, temperature, kv_tokens))
 
 
 async def _ask(
@@ -91,7 +92,8 @@ async def _ask(
     if url:
         await ask(url.rstrip("/"), question, max_tokens, temperature, console)
         return
-    plan = LocalPlan(model or _packaged_model(), kv_tokens=kv_tokens)
+    assert model is not None
+    plan = LocalPlan(model, kv_tokens=kv_tokens)
     async with LocalDeployment(plan, ProgressLines(notes)).running() as deployment:
         await ask(deployment.url, question, max_tokens, temperature, console)
 
@@ -136,7 +138,7 @@ def bench_load(
         if report.share_failed > max_failed:
             raise typer.Exit(1)
 
-    _run(_at_service(measure, url, model, prefill, decode))
+    _run(_at_service(measure, url, model if url else model or _packaged_model(), prefill, decode))
 
 
 @bench_app.command("exact")
@@ -165,7 +167,8 @@ async def _at_service(measure: Any, url: str | None, model: Path | None, prefill
     if url:
         await measure(url.rstrip("/"))
         return
-    plan = LocalPlan(model or _packaged_model(), prefill, decode)
+    assert model is not None
+    plan = LocalPlan(model, prefill, decode)
     async with LocalDeployment(plan, ProgressLines(notes)).running() as deployment:
         await measure(deployment.url)
 
@@ -190,7 +193,15 @@ def _packaged_model() -> Path:
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
     with _errors():
-        asyncio.run(main)
+        asyncio.run(_until_signalled(main))
+
+
+async def _until_signalled(main: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM and a closed terminal end everything in order, as Ctrl-C does."""
+    task = asyncio.ensure_future(main)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    await task
 
 
 @contextlib.contextmanager

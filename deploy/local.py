@@ -19,15 +19,13 @@ from pathlib import Path
 import httpx
 import psutil
 
-from kvferry.config import home
+from kvferry.config import home, read_section
 from kvferry.errors import ConfigurationError
 from kvferry.process import REFUSED_EXIT_CODE, make_secret
-from kvferry.shape import ModelShape, read_shape
+from kvferry.shape import ModelShape, pool_tokens, read_shape
 
 MODULES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
-POOL_SHARE = 0.5
-"""Of the memory that is available, for all pools together."""
-MAX_POOL_BYTES = 4 * 1024**3
+OWN_KEYS = {"model", "secret_file", "with_parent", "router", "name", "port", "grpc_port", "registry_port", "host"}
 FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S = 0.5, 30.0, 60.0
 STOP_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 120.0
@@ -74,8 +72,10 @@ class LocalDeployment:
         self.plan, self._on_change = plan, on_change
         self.shape: ModelShape = read_shape(str(plan.model))
         num_workers = plan.num_prefill + plan.num_decode
-        self.threads = max(len(os.sched_getaffinity(0)) // max(num_workers, 1), 1)
-        self.kv_tokens = plan.kv_tokens or self._default_kv_tokens(num_workers)
+        self.threads = max(_num_cores() // max(num_workers, 1), 1)
+        available = psutil.virtual_memory().available
+        self.kv_tokens = plan.kv_tokens or pool_tokens(self.shape, available, num_workers)
+        self._from_file = {role: self._keys_in_file(role) for role in MODULES}
         self.children: dict[str, Child] = {}
         self._changed = asyncio.Event()
         self._fatal: ConfigurationError | None = None
@@ -131,20 +131,29 @@ class LocalDeployment:
 
     def _worker_arguments(self, name: str) -> list[str]:
         registry = self.children["router"].details["registry"]
-        return [f"--name={name}", f"--router={registry}", f"--threads={self.threads}", f"--kv-tokens={self.kv_tokens}"]
+        sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens}
+        from_file = self._from_file[name.partition("-")[0]]
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items() if key not in from_file]
+        return [f"--name={name}", f"--router={registry}", *flags]
 
-    def _default_kv_tokens(self, num_workers: int) -> int:
-        share = psutil.virtual_memory().available * POOL_SHARE / max(num_workers, 1)
-        return max(int(min(share, MAX_POOL_BYTES)) // self.shape.kv_bytes_per_token("float32"), 64)
+    def _keys_in_file(self, role: str) -> set[str]:
+        """What the configuration file says of a role; what only this deployment can know must not be in it."""
+        keys = set(read_section(self.plan.config, role)) if self.plan.config else set[str]()
+        for key in sorted(keys & OWN_KEYS):
+            raise ConfigurationError(f"{self.plan.config}: {role}.{key} is set by `kvferry up` itself: leave it out")
+        return keys
 
     def _have_workers_joined(self) -> bool:
         return all(child.state == "ready" for child in self.children.values() if child.role != "router")
 
     async def _until_serving(self) -> None:
         """The router has opened its streams to the decode workers."""
-        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(READY_TIMEOUT_S):
-            while (await client.get(f"{self.url}/health/ready")).status_code != 200:
-                await asyncio.sleep(0.05)
+        try:
+            async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(READY_TIMEOUT_S):
+                while (await client.get(f"{self.url}/health/ready")).status_code != 200:
+                    await asyncio.sleep(0.05)
+        except (TimeoutError, httpx.TransportError) as error:
+            raise ConfigurationError(f"the router at {self.url} does not become ready: {error!r}") from error
 
     async def _until(self, is_reached: Callable[[], bool]) -> None:
         try:
@@ -245,12 +254,18 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     """SIGTERM, then SIGKILL: for a process that may have ended already."""
     if process.returncode is not None:
         return
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
     try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            await process.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            process.terminate()
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+    finally:  # also when this is cancelled in its turn: a stopped process hears nothing but this
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    await process.wait()
+
+
+def _num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -138,7 +138,7 @@ def read_config(kind: type[C], arguments: list[str] | None = None) -> C:
     chosen = type(
         kind.__name__,
         (kind,),
-        {"section": _read_section(path, kind.role) if path else {}, "__module__": kind.__module__},
+        {"section": read_section(path, kind.role) if path else {}, "__module__": kind.__module__},
     )
     source = CliSettingsSource(
         chosen,
@@ -170,7 +170,8 @@ def _take_config_path(arguments: list[str]) -> tuple[Path | None, list[str]]:
     return Path(path) if path else None, rest
 
 
-def _read_section(path: Path, role: str) -> dict[str, Any]:
+def read_section(path: Path, role: str) -> dict[str, Any]:
+    """One role's keys and values in a configuration file. Raises ConfigurationError."""
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except OSError as error:

@@ -85,6 +85,17 @@ def read_shape(model: str) -> ModelShape:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
 
 
+POOL_SHARE = 0.5
+"""Of the memory that is available, for all pools of a machine together."""
+MAX_POOL_BYTES = 4 * 1024**3
+
+
+def pool_tokens(shape: ModelShape, available_bytes: int, num_pools: int) -> int:
+    """Tokens that one of `num_pools` float32 pools gets when nobody says how many."""
+    budget = min(available_bytes * POOL_SHARE / max(num_pools, 1), MAX_POOL_BYTES)
+    return max(int(budget) // shape.kv_bytes_per_token("float32"), 64)
+
+
 def human_bytes(count: float) -> str:
     """In binary units, three figures: 1,536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

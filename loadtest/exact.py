@@ -4,6 +4,7 @@ The reference runs the same checkpoint through transformers' own modules and cac
 its two best logits are closer than EXCUSE_GAP may differ: such excuses are counted and printed, and may be 1 % of the prompts.
 """
 
+import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def make_prompts(directory: Path, count: int) -> list[tuple[str, list[int]]]:
     text, kinds = ModelText(directory), list(KINDS)
     prompts: list[tuple[str, list[int]]] = []
     for number, length in enumerate(prompt_lengths(count)):
-        kind, pieces = kinds[number % len(kinds)], 4
+        kind, pieces = kinds[(number + number // len(kinds)) % len(kinds)], 4
         while len(tokens := text.encode(text_of(kind, pieces, number))) < length:
             pieces *= 2
         prompts.append((kind, tokens[:length]))
@@ -63,8 +64,6 @@ async def compare_with_reference(
     url: str, directory: Path, num_prompts: int, output_tokens: int, as_json: bool, notes: Console
 ) -> bool:
     """Prints what was found; True if token ids are equal but for few enough excuses."""
-    from kvferry.engine.reference import Reference
-
     prompts = make_prompts(directory, num_prompts)
     notes.print(f"asking the service for {len(prompts)} answers")
     answers: list[list[int]] = []
@@ -75,15 +74,24 @@ async def compare_with_reference(
             answers.append(answer)
             blocks += fetched
     notes.print("computing the reference")
+    comparisons = await asyncio.to_thread(_compare, directory, prompts, answers, notes)
+    return _report(comparisons, blocks, as_json)
+
+
+def _compare(
+    directory: Path, prompts: list[tuple[str, list[int]]], answers: list[list[int]], notes: Console
+) -> list[Comparison]:
+    from kvferry.engine.reference import Reference
+
     reference = Reference(directory)
     comparisons: list[Comparison] = []
     for number, ((kind, tokens), answer) in enumerate(zip(prompts, answers, strict=True), start=1):
-        expected, gaps = reference.greedy(tokens, output_tokens)
+        expected, gaps = reference.greedy(tokens, len(answer))
         index = next((k for k, (a, b) in enumerate(zip(answer, expected, strict=True)) if a != b), None)
         comparisons.append(Comparison(len(tokens), kind, index, gaps[index] if index is not None else 0.0))
         if number % 10 == 0:
             notes.print(f"  {number} of {len(prompts)}")
-    return _report(comparisons, blocks, as_json)
+    return comparisons
 
 
 async def _ask(client: httpx.AsyncClient, url: str, tokens: list[int], output_tokens: int) -> tuple[list[int], int]:

@@ -12,7 +12,7 @@ from loadtest.report import LoadReport
 from loadtest.stream import StreamRecord, stream_completion
 
 FIRST_ID, LAST_ID = 100, 30000
-"""Prompt token ids are drawn from here; a server with a smaller vocabulary narrows it."""
+"""Prompt token ids are drawn from here: within every vocabulary of the sizes in use."""
 
 
 @dataclass(frozen=True, slots=True)

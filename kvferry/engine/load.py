@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kvferry.engine.checkpoint import LlamaConfig, Tensors, read_config
+from kvferry.engine.checkpoint import Tensors, read_config
 from kvferry.engine.engine import Engine
 from kvferry.engine.llama import Llama
 from kvferry.engine.plan import Chunk, Draw, Plan
@@ -62,11 +62,6 @@ def load_engine(
     runner = TorchRunner(model, memory)
     _warm_up(runner, num_slots, block_size)
     return Engine(identity, memory, runner, num_slots)
-
-
-def kv_bytes_per_token(config: LlamaConfig) -> int:
-    """In float32, all layers, keys and values."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_size * 4
 
 
 def _numerics_id() -> str:

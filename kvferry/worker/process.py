@@ -1,37 +1,22 @@
 """A worker as a process: engine, gRPC server, membership. Both roles run through it."""
 
-import asyncio
 import os
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from kvferry.config import DecodeConfig, WorkerConfig, home
-from kvferry.engine.checkpoint import read_config
 from kvferry.engine.engine import Engine
-from kvferry.engine.load import kv_bytes_per_token, load_engine
+from kvferry.engine.load import load_engine
 from kvferry.engine.unpack import unpack_packaged_model
 from kvferry.process import read_secret, read_tls, say_state
 from kvferry.rpc.links import GrpcDialer, add_decode_service, add_fetch_service, bind, new_server
+from kvferry.shape import pool_tokens, read_shape
 from kvferry.streams import Dialer
 from kvferry.worker.loop import Executor, ThreadExecutor
 from kvferry.worker.settings import WorkerSettings
-
-POOL_SHARE = 0.25
-"""Of the memory that is available now, when no size is given."""
-MAX_DEFAULT_POOL_BYTES = 4 * 1024**3
-
-
-def default_kv_tokens(directory: Path) -> int:
-    """From the memory that is available now."""
-    config = read_config(directory)
-    per_token = kv_bytes_per_token(config)
-    budget = min(int(psutil.virtual_memory().available * POOL_SHARE), MAX_DEFAULT_POOL_BYTES)
-    return max(budget // per_token, 16)
-
 
 async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, Dialer, WorkerSettings], Any]) -> None:
     """Until cancelled. Raises ConfigurationError or JoinRefused."""
@@ -41,7 +26,7 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     say_state("loading", share=0.0)
     engine = load_engine(
         directory,
-        config.kv_tokens or default_kv_tokens(directory),
+        config.kv_tokens or pool_tokens(read_shape(str(directory)), psutil.virtual_memory().available, num_pools=2),
         config.block_size,
         config.context_tokens,
         config.threads,
@@ -75,9 +60,5 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     try:
         await worker.run()
     finally:
-        await asyncio.shield(_stop(server, dialer))
-
-
-async def _stop(server: Any, dialer: GrpcDialer) -> None:
-    await server.stop(0.2)
-    await dialer.close()
+        await server.stop(0.2)
+        await dialer.close()
