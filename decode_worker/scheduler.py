@@ -227,7 +227,8 @@ class DecodeScheduler:
             choice.sequence.computed(chunk.start + len(chunk.tokens))
             if chunk.draw is not None:
                 self._take_token(choice, result.tokens[chunk.sequence_id])
-        if not result.failures:
+        num_catching_up = sum(len(chunk.tokens) for chunk in plan.chunks if len(chunk.tokens) > 1)
+        if not result.failures and 2 * num_catching_up > plan.num_tokens:
             self._budget.measured(plan.num_tokens, result.duration_s)
 
     def _take_token(self, choice: Choice, token: int) -> None:

@@ -126,15 +126,17 @@ class DecodeService:
                 )
 
     async def _send(self, session: _Session) -> None:
+        next_beat_s = self._loop.now()
         while True:
             output = session.take_output(self._loop.step)
             if output is not None:
                 await session.stream.send(output)
-                continue
-            if self._loop.is_advancing:
-                await session.stream.send(Beat(self._loop.step))
-            if not (session.tokens or session.ends):
-                await session.has_news.wait(BEAT_INTERVAL_S)
+            elif (left_s := next_beat_s - self._loop.now()) > 0:
+                await session.has_news.wait(left_s)
+            else:
+                next_beat_s = self._loop.now() + BEAT_INTERVAL_S
+                if self._loop.is_advancing:
+                    await session.stream.send(Beat(self._loop.step))
 
     # ------------------------------------------------------------------------------------------ requests, between steps
 
@@ -177,6 +179,9 @@ class DecodeService:
             return "prompt_tokens and choices must not be empty"
         if max(tokens) >= vocabulary:
             return f"prompt_tokens: {max(tokens)} is not in the vocabulary of {vocabulary}"
+        longest = max(len(start.emitted_tokens) for start in opening.choices) + len(opening.prompt_tokens)
+        if longest > self._identity.context_tokens:
+            return f"prompt_tokens: {longest} tokens, this worker's limit is {self._identity.context_tokens}"
         if len({start.choice for start in opening.choices}) != len(opening.choices):
             return "choices: a choice is named twice"
         if any(len(start.emitted_tokens) >= sampling.max_tokens for start in opening.choices):

@@ -23,7 +23,7 @@ class DecodeWorker:
         self._service = DecodeService(
             identity, self._scheduler, self.loop, body.pool, body.reader, body.counters, settings.silence_s
         )
-        pair = SourceIdentity(identity.model_id, identity.fidelity)
+        pair = SourceIdentity(identity.model_id, identity.fidelity, identity.context_tokens)
         self._source = BlockSource(pair, body.pool, engine.memory, self.loop, body.counters)
 
     async def serve_attach(self, stream: Stream[DecodeMessage, RouterMessage]) -> None:

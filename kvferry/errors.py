@@ -9,7 +9,6 @@ KvferryError
 │   ├── BodyTooLarge        more bytes than a request may have
 │   └── ConfigurationError  at start: model, file, flag or pool
 ├── ElsewhereError      try elsewhere: this worker, source or block is no good
-│   ├── WorkerLost          a worker's stream ended or fell silent
 │   ├── FetchFailed         a source did not deliver (has a kind)
 │   └── BadFrame            a frame was damaged or not what was asked for (has a kind)
 ├── LaterError          try later: there is no room or no worker now
@@ -78,10 +77,6 @@ class ConfigurationError(RequestError):
 
 class ElsewhereError(KvferryError):
     http_status, grpc_code = 502, "UNAVAILABLE"
-
-
-class WorkerLost(ElsewhereError):
-    """The stream to a worker ended, or was silent for too long."""
 
 
 class FetchFailed(ElsewhereError):

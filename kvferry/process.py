@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvferry.config import home, is_loopback
 from kvferry.errors import ConfigurationError, JoinRefused, KvferryError
@@ -85,13 +85,20 @@ def set_up_logs(level: str, name: str) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def run_process(main: Coroutine[Any, Any, None], with_parent: bool) -> int:
-    """Until `main` ends, a signal arrives, or (`with_parent`) standard input ends. Returns the exit code."""
+def run_process(main: Coroutine[Any, Any, None], with_parent: bool) -> NoReturn:
+    """Until `main` ends, a signal arrives, or (`with_parent`) standard input ends; then ends the process.
+
+    At once, once everything is in order: a thread that hangs in a step must not keep the process.
+    """
+    code = 0
     try:
         asyncio.run(_until_stopped(main, with_parent))
     except BaseException as error:
-        return _exit_code(error)
-    return 0
+        code = _exit_code(error)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def _until_stopped(main: Coroutine[Any, Any, None], with_parent: bool) -> None:

@@ -96,7 +96,7 @@ class PrefillScheduler:
 
     def read_ended(self, chain: Chain) -> None:
         """The holder has delivered what it had: ask the next one, or compute. Ignored for chains that have ended."""
-        if chain.state is ChainState.READING:
+        if chain.state is ChainState.READING and chain.sequence.sequence_id in self._chains:
             self._read_or_run(chain)
 
     def plan(self, step: int, now: float) -> Plan | None:

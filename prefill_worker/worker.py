@@ -20,7 +20,7 @@ class PrefillWorker:
         self._scheduler = PrefillScheduler(body.pool, identity.block_size, budget)
         self.loop = body.loop_for(self._scheduler)
         self._service = PrefillService(identity, self._scheduler, self.loop, body.reader)
-        pair = SourceIdentity(identity.model_id, identity.fidelity)
+        pair = SourceIdentity(identity.model_id, identity.fidelity, identity.context_tokens)
         self._source = BlockSource(pair, body.pool, engine.memory, self.loop, body.counters, self._service)
 
     async def serve_fetch(self, stream: Stream[FetchDown, FetchUp]) -> None:

@@ -316,7 +316,8 @@ class Dispatcher:
         for new in output.tokens:
             self._take_tokens(member, new)
         for end in output.ends:
-            self._take_end(member, end)
+            if end.number in self._lives:  # else it ended with its last token, in this message or before
+                self._take_end(member, end)
 
     def _current(self, member: Member, number: int, attempt: int) -> Live | None:
         live = self._lives.get(number)
@@ -375,8 +376,8 @@ class Dispatcher:
     def _end(self, live: Live, state: LiveState, error: KvferryError | None = None) -> None:
         if live in self._queue:
             self._queue.remove(live)
-        if state is not LiveState.FAILED:
-            self._cancel_on_worker(live)
+        if state is LiveState.CANCELLED or (state is LiveState.FINISHED and live.request.stops):
+            self._cancel_on_worker(live)  # else the worker has ended it by itself
         self._release(live)
         live.error = error
         live.instants_s["closed"] = self._now() - live.accepted_s

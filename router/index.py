@@ -27,6 +27,3 @@ class PrefixIndex:
             if block_id not in ids:
                 return count
         return len(block_ids)
-
-    def num_blocks(self, worker_id: str) -> int:
-        return len(self._ids.get(worker_id, ()))

@@ -28,8 +28,9 @@ from router.index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
-MUST_MATCH = ("model_id", "fidelity", "block_size", "block_bytes", "vocabulary_size", "context_tokens")
+MUST_MATCH = ("block_size", "fidelity", "block_bytes", "vocabulary_size", "context_tokens", "model_id")
 """Fields that all members share; the first member fixes them, the last to leave frees them."""
+POSITIVE = ("block_size", "block_bytes", "pool_tokens", "context_tokens", "max_sequences")
 SILENCE_S = 3.0
 BEAT_INTERVAL_S = 1.0
 
@@ -91,6 +92,11 @@ class Members:
             return _differs(
                 "vocabulary_size", worker.vocabulary_size, self._sizes.vocabulary_size, "this router's model"
             )
+        for name in POSITIVE:
+            if getattr(worker, name) < 1:
+                return Refusal(name, f"{name} is {getattr(worker, name)}: it must be at least 1")
+        if not worker.worker_id or not worker.address:
+            return Refusal("worker_id", "a worker needs a name and an address")
         other = next((m.description for m in self if m.worker_id != worker.worker_id), None)
         for name in MUST_MATCH:
             if other is not None and getattr(worker, name) != getattr(other, name):
@@ -103,13 +109,13 @@ class Members:
         if not isinstance(worker, WorkerDescription):
             await stream.send(Refusal("worker", "the first message must describe the worker"))
             return
+        await self._replace(worker.worker_id)
         refusal = self.refusal(worker)
         if refusal is not None:
             self.num_refused += 1
             logger.warning("refused %s: %s", worker.worker_id, refusal.detail)
             await stream.send(refusal)
             return
-        await self._replace(worker.worker_id)
         member = Member(worker)
         self._members[worker.worker_id] = member
         task = asyncio.current_task()

@@ -553,3 +553,50 @@ def test_every_accepted_request_ends_once_and_the_counts_add_up():
             await d.quiet()
 
     run_virtual(main)
+
+
+def test_a_step_that_fails_for_one_sequence_is_mended_for_the_others():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            lives = [d.submit(prompt_of(30, k), 40) for k in range(3)]
+            await asyncio.sleep(0.3)
+            d.nodes["d1"].executor.fail = RuntimeError("out of luck")
+            for k, live in enumerate(lives):
+                await wait_all([live])
+                assert live.journal.choices[0].tokens == expected(prompt_of(30, k), 40)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_request_that_only_a_lost_worker_could_hold_does_not_hold_up_the_others():
+    async def main():
+        async with deployment("p1", "d1", num_slots=30) as d:
+            d.start("d2", num_slots=400)
+            await d.ready("d2")
+            big = d.submit(prompt_of(900), 100)
+            await asyncio.sleep(0.3)
+            assert big.decode_id == "d2"
+            await d.kill("d2")
+            await asyncio.sleep(1)
+            assert await d.answer(prompt_of(40), 4) == expected(prompt_of(40), 4)
+            d.start("d2", num_slots=400)
+            await wait_all([big])
+            assert big.journal.choices[0].tokens == expected(prompt_of(900), 100)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_reader_that_leaves_while_its_chain_reads_from_a_holder_harms_nobody():
+    async def main():
+        async with deployment("p1", "d1", "d2", limits=DispatchLimits(local_tokens=0)) as d:
+            first = prompt_of(300)
+            for _ in range(8):
+                live = d.submit([*first, *prompt_of(40, random.random())], 30)
+                await asyncio.sleep(random.Random(1).random() * 0.2)
+                d.dispatcher.cancel(live)
+            assert await d.answer(first, 4) == expected(first, 4)
+            await d.quiet()
+
+    run_virtual(main)

@@ -175,3 +175,39 @@ async def test_a_port_that_is_taken_is_named():
         port = int(address.rpartition(":")[2])
         with pytest.raises(ConfigurationError, match=str(port)):
             bind(new_server(), "127.0.0.1", port)
+
+
+class Raw:
+    """Serves whatever bytes it is told to, as a broken or newer peer would."""
+
+    def __init__(self, answer):
+        self._answer = answer
+
+    def service(self, details):
+        import grpc
+
+        async def handle(request_iterator, context):
+            await context.write(self._answer)
+            await context.read()
+
+        return grpc.stream_stream_rpc_method_handler(handle) if details.method.endswith("/Fetch") else None
+
+
+@pytest.mark.parametrize("answer", [b"", b"\xff\xff\xff", b"\x1a\x02\x08\x63"])
+async def test_a_message_that_cannot_be_read_ends_the_stream_and_nothing_else(answer):
+    import grpc
+
+    class Handler(grpc.GenericRpcHandler):
+        service = Raw(answer).service
+
+    server = new_server()
+    server.add_generic_rpc_handlers((Handler(),))
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    dialer = GrpcDialer("right")
+    stream = dialer.fetch(f"127.0.0.1:{port}")
+    with pytest.raises(StreamEnded) as ended:
+        await stream.receive()
+    assert ended.value.code == "INTERNAL"
+    await dialer.close()
+    await server.stop(0)

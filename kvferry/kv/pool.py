@@ -54,7 +54,10 @@ class PoolAudit:
 
 
 class PoolWatch:
-    """What was sealed and evicted since the last `take`, in net; the first one has everything that is sealed."""
+    """What was sealed and evicted since the last `take`; the first one has everything that is sealed.
+
+    An id is in at most one of the two: the last thing that happened to it counts. An evicted one may never have been told.
+    """
 
     def __init__(self, pool: "BlockPool"):
         self._pool = pool
@@ -252,10 +255,8 @@ class BlockPool:
             if parent is not None:
                 self._offer_for_eviction(parent)
         for watch in self._watches:
-            if slot.block_id in watch.sealed:
-                watch.sealed.discard(slot.block_id)
-            else:
-                watch.evicted.add(slot.block_id)
+            watch.sealed.discard(slot.block_id)
+            watch.evicted.add(slot.block_id)
         slot.block_id = slot.parent_id = b""
         self._free.append(number)
 

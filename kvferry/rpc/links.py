@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 SECRET_KEY = "kvferry-secret"
 MIN_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_MS = 2000
+MAX_CHANNELS = 4096
 
 
 def channel_options(block_bytes: int = 0) -> list[tuple[str, int]]:
@@ -40,7 +41,7 @@ def channel_options(block_bytes: int = 0) -> list[tuple[str, int]]:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 2000),  # also the time that a connection has to come up
         ("grpc.max_reconnect_backoff_ms", 1000),
     ]
 
@@ -67,15 +68,21 @@ class _ClientStream:
                 await self._call.write(self._to_wire(message))
         except (aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await self._ended() from error
+        except asyncio.CancelledError:
+            _raise_unless_cancelled()
+            raise
 
     async def receive(self) -> Any:
         try:
             wire = await self._call.read()
         except (aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await self._ended() from error
+        except asyncio.CancelledError:
+            _raise_unless_cancelled()
+            raise
         if wire is aio.EOF:
             raise await self._ended()
-        return self._from_wire(wire)
+        return _understood(wire, self._from_wire, self.close)
 
     def close(self) -> None:
         self._call.cancel()
@@ -83,6 +90,24 @@ class _ClientStream:
     async def _ended(self) -> StreamEnded:
         code = await self._call.code()
         return StreamEnded(f"{code.name}: {await self._call.details() or 'no details'}", code.name)
+
+
+def _understood(wire: Any, from_wire: Callable[[Any], Any], close: Callable[[], None]) -> Any:
+    """A message that cannot be read ends the stream, and nothing else: the peer is broken or of another version."""
+    try:
+        if wire is None:  # what grpc makes of bytes that are no message
+            raise InvalidRequest("bytes that are no message")
+        return from_wire(wire)
+    except InvalidRequest as error:
+        close()
+        raise StreamEnded(f"the peer sent what cannot be read: {error.message}", "INTERNAL") from error
+
+
+def _raise_unless_cancelled() -> None:
+    """grpc reports a call that was cancelled as if the task had been: told apart here."""
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        raise StreamEnded("the call was cancelled", "CANCELLED")
 
 
 class GrpcDialer:
@@ -111,9 +136,12 @@ class GrpcDialer:
             await channel.close()
 
     def _channel(self, address: str) -> aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = self._connect(address)
-        return self._channels[address]
+        """The most recently used ones are kept; grpc closes a dropped channel once its calls have ended."""
+        channel = self._channels.pop(address, None) or self._connect(address)
+        self._channels[address] = channel
+        if len(self._channels) > MAX_CHANNELS:
+            del self._channels[next(iter(self._channels))]
+        return channel
 
     def _connect(self, address: str) -> aio.Channel:
         if self._tls is None:
@@ -146,7 +174,7 @@ class _ServerStream:
             raise StreamEnded(f"the caller has left: {error}", "CANCELLED") from error
         if wire is aio.EOF:
             raise StreamEnded("the caller ended the stream")
-        return self._from_wire(wire)
+        return _understood(wire, self._from_wire, self.close)
 
     def close(self) -> None:
         """Nothing to do: the call ends when its handler returns."""

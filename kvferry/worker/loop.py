@@ -79,6 +79,7 @@ class EngineLoop:
         self._times = StepTimes()
         self._step_limit_s = FIRST_STEP_LIMIT_S
         self._num_evictions = 0
+        self._num_leaked = 0
         self.step = 0
         self.stepped = Bell()
         """Rings after each commit and whenever the loop has drained its inbox."""
@@ -123,13 +124,32 @@ class EngineLoop:
         deadline = self._scheduler.next_deadline()
         await self._wake.wait(None if deadline is None else max(deadline - self.now(), 0.001))
 
+    async def _execute(self, plan: Plan) -> StepResult:
+        """A step that raises is run again chunk by chunk, so that only the chunk to blame fails."""
+        try:
+            return await self._executor.execute(plan)
+        except Exception as error:
+            logger.exception("step %d failed", plan.step)
+            if len(plan.chunks) == 1:
+                return StepResult({}, {plan.chunks[0].sequence_id: f"the step failed: {error!r}"})
+        tokens, failures = dict[int, int](), dict[int, str]()
+        for chunk in plan.chunks:
+            result = await self._execute(Plan(plan.step, (chunk,)))
+            tokens.update(result.tokens)
+            failures.update(result.failures)
+        return StepResult(tokens, failures)
+
     def _audit(self) -> None:
         """Nothing runs, so nobody may hold anything."""
         counts = self._pool.counts
         if counts.num_filling == counts.num_live == 0:
             return
         audit = self._pool.audit()
-        self._counters.add("leaked_slots", sum(audit.leaks.values()))
+        num_leaked = sum(audit.leaks.values())
+        if num_leaked <= self._num_leaked:
+            return  # told before
+        self._counters.add("leaked_slots", num_leaked - self._num_leaked)
+        self._num_leaked = num_leaked
         logger.error(
             "the idle pool is not clean: held by %s; %s", audit.leaks, "; ".join(audit.errors) or "no other fault"
         )
@@ -138,10 +158,7 @@ class EngineLoop:
         self._step_began = began = self.now()
         self._step_limit_s = self._times.limit_s(plan.num_tokens)
         try:
-            result = await self._executor.execute(plan)
-        except Exception as error:
-            logger.exception("step %d failed", plan.step)
-            result = StepResult({}, {chunk.sequence_id: f"the step failed: {error!r}" for chunk in plan.chunks})
+            result = await self._execute(plan)
         finally:
             self._step_began = None
         duration_s = self.now() - began

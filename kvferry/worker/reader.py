@@ -81,7 +81,7 @@ class BlockReader:
                     already = max(message.num_sealed_blocks - opening.first_block, 0)
                     report.num_source_cached_blocks = already
             elif isinstance(message, Frame):
-                self._seal_frame(message, sequence, report)
+                self._seal_frame(message, sequence, opening, report)
                 try:
                     await stream.send(FetchAck(message.frame_number))
                 except StreamEnded:
@@ -102,12 +102,12 @@ class BlockReader:
             kind = FetchFailureKind.STREAM_ENDED if has_heard else FetchFailureKind.UNREACHABLE
             raise FetchFailed(kind.value, f"the source ended the stream: {ended}") from ended
 
-    def _seal_frame(self, frame: Frame, sequence: Sequence, report: FetchReport) -> None:
+    def _seal_frame(self, frame: Frame, sequence: Sequence, opening: FetchOpen, report: FetchReport) -> None:
         now = asyncio.get_running_loop().time()
         try:
-            blocks = unpack_frame(
-                frame.header, frame.payload, self._memory.format, sequence.num_sealed_blocks, sequence.block_ids
-            )
+            wanted = sequence.block_ids[: len(opening.tokens) // self._memory.format.block_size]
+            first = sequence.num_sealed_blocks
+            blocks = unpack_frame(frame.header, frame.payload, self._memory.format, first, wanted)
             for block in blocks:
                 slot = sequence.hold.take()
                 copy = self._memory.view(slot)

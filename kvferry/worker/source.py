@@ -68,6 +68,8 @@ class SourceIdentity:
 
     model_id: str
     fidelity: str
+    context_tokens: int
+    """A longer chain is refused before anything is done for it."""
 
 
 class _FetchIsOver(Exception):
@@ -122,6 +124,9 @@ class BlockSource:
         if not opening.tokens or len(opening.tokens) % size or opening.first_block * size > len(opening.tokens):
             detail = f"tokens: {len(opening.tokens)} from block {opening.first_block} are not whole blocks of {size}"
             return FetchEnd(FetchEndReason.REFUSED, 0, detail)
+        if len(opening.tokens) > self._identity.context_tokens:
+            detail = f"tokens: {len(opening.tokens)}, this worker's limit is {self._identity.context_tokens}"
+            return FetchEnd(FetchEndReason.TOO_LARGE, 0, detail)
         return None
 
 
