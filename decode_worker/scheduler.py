@@ -349,9 +349,7 @@ class DecodeScheduler:
         sequence, sampling = choice.sequence, choice.sampling
         draw = None
         if target == len(sequence.tokens):
-            draw = Draw(
-                sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, choice.choice, choice.index
-            )
+            draw = Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, choice.choice, choice.index)
         tokens = tuple(sequence.tokens[sequence.num_computed : target])
         return Chunk(sequence.sequence_id, tokens, sequence.num_computed, sequence.cover(target), draw)
 

@@ -42,6 +42,7 @@ class LocalPlan:
     grpc_port: int = 0
     kv_tokens: int = 0
     """Per worker; 0: from the memory there is."""
+    weights: str = "float32"
     config: Path | None = None
     extra: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """More flags, by role."""
@@ -131,7 +132,7 @@ class LocalDeployment:
 
     def _worker_arguments(self, name: str) -> list[str]:
         registry = self.children["router"].details["registry"]
-        sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens}
+        sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens, "weights": self.plan.weights}
         from_file = self._from_file[name.partition("-")[0]]
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items() if key not in from_file]
         return [f"--name={name}", f"--router={registry}", *flags]
@@ -174,9 +175,7 @@ class LocalDeployment:
         while True:
             began = asyncio.get_running_loop().time()
             code = await self._live(child)
-            if code == REFUSED_EXIT_CODE or (
-                child.num_starts == 1 and child.state in ("starting", "loading", "failed")
-            ):
+            if code == REFUSED_EXIT_CODE or (child.num_starts == 1 and child.state in ("starting", "loading", "failed")):
                 reason = child.details.get("reason") or self._last_words(child)
                 self._fatal = ConfigurationError(f"{child.name} ended with code {code}: {reason}")
                 self._changed.set()

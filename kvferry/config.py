@@ -105,6 +105,8 @@ class WorkerConfig(_Config):
     """Tokens that one sequence may have; 0: the model's limit."""
     threads: int = Field(1, ge=1)
     """Compute threads of the engine."""
+    weights: str = Field("float32", pattern="^(float32|float16)$")
+    """How weights are kept: float32, or float16 at half the memory traffic. The same in the whole deployment."""
     step_target_s: float = Field(0.4, gt=0)
     """The time that catching up (chunks, tails) may take of one step."""
     max_step_tokens: int = Field(2048, ge=16)

@@ -21,7 +21,6 @@ from router.members import Members
 from router.metrics import RouterMetrics
 from router.request_maker import Defaults, RequestMaker
 
-
 STOP_TIMEOUT_S = 3.0
 
 
@@ -55,9 +54,7 @@ async def serve_router(config: RouterConfig) -> None:
     grpc_port = bind(public_server, config.host, config.grpc_port)
     listener = _listen(config.host, config.port)
     app = HttpApi(dispatcher, maker, RouterMetrics(dispatcher)).app()
-    http = _HttpServer(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-    )
+    http = _HttpServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1))
     await registry_server.start()
     await public_server.start()
     say_state(

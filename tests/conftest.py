@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from kvferry.config import home
 from kvferry.engine.unpack import packaged_model_directory
 

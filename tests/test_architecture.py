@@ -54,11 +54,15 @@ def test_nothing_unpickles(path):
     assert not names & {"pickle", "cloudpickle", "marshal", "dill", "shelve"}
     text = path.read_text()
     assert not any(word in text for word in ("torch.load(", "trust_remote_code=True", "yaml.load("))
-    called = {node.func.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    called = {
+        node.func.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     assert not called & {"eval", "exec", "compile", "__import__"}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if "kv/" in name_of(p) or p.name in ("messages.py", "errors.py", "streams.py")], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if "kv/" in name_of(p) or p.name in ("messages.py", "errors.py", "streams.py")], ids=name_of
+)
 def test_the_parts_below_know_nothing_of_those_above(path):
     above = ("kvferry.engine", "kvferry.worker", "kvferry.rpc", "kvferry.text", "kvferry.config")
     assert not [name for name in imports_of(path) if name.startswith(above)]
@@ -100,7 +104,9 @@ def test_proto_is_not_importable_and_holds_proto_files_only():
 
 
 def test_the_committed_stubs_are_fresh():
-    run = subprocess.run([sys.executable, "-m", "kvferry.rpc.generate", "--check"], capture_output=True, text=True, cwd=ROOT, check=False)
+    run = subprocess.run(
+        [sys.executable, "-m", "kvferry.rpc.generate", "--check"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert run.returncode == 0, run.stderr
 
 
@@ -116,4 +122,8 @@ def test_every_module_says_what_it_is(path):
 
 
 def test_no_file_shadows_a_module_it_may_need():
-    assert not [path for path in FILES if path.stem in sys.stdlib_module_names | {"grpc", "ray", "torch", "msgpack"} and path.stem != "__main__"]
+    assert not [
+        path
+        for path in FILES
+        if path.stem in sys.stdlib_module_names | {"grpc", "ray", "torch", "msgpack"} and path.stem != "__main__"
+    ]

@@ -1,6 +1,7 @@
 import stat
 
 import pytest
+
 from kvferry.config import DecodeConfig, PrefillConfig, RouterConfig, read_config
 from kvferry.errors import ConfigurationError
 from kvferry.process import make_secret, read_secret, read_tls

@@ -7,13 +7,13 @@ import asyncio
 import random
 
 import pytest
+
 from kvferry.engine.engine import fake_engine
 from kvferry.engine.fake import fake_answer
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Sampling
 from router.dispatcher import DispatchLimits
 from router.live import LiveState, wait_all
-
 from tests.in_process import BLOCK, deployment
 from tests.virtual_time import run_virtual
 
@@ -198,7 +198,9 @@ def test_preemption_changes_no_token_and_nothing_hangs():
     async def main():
         async with deployment("p1", "d1", num_slots=30) as d:
             prompts = [prompt_of(40, k) for k in range(4)]
-            answers = await asyncio.gather(*(d.answer(prompt, 200, temperature=1, seed=k + 1) for k, prompt in enumerate(prompts)))
+            answers = await asyncio.gather(
+                *(d.answer(prompt, 200, temperature=1, seed=k + 1) for k, prompt in enumerate(prompts))
+            )
             assert answers == [expected(prompt, 200, k + 1) for k, prompt in enumerate(prompts)]
             assert d.nodes["d1"].worker.load().counters["preemptions"] > 0
             await d.quiet()
@@ -325,7 +327,9 @@ def test_a_decode_worker_lost_in_mid_stream_costs_no_token_and_repeats_none(faul
     async def main():
         async with deployment("p1", "d1", "d2") as d:
             prompts = [prompt_of(100 + k, k) for k in range(6)]
-            lives = [d.submit(prompt, 150, temperature=min(seed, 1), seed=seed, n=1 + k % 2) for k, prompt in enumerate(prompts)]
+            lives = [
+                d.submit(prompt, 150, temperature=min(seed, 1), seed=seed, n=1 + k % 2) for k, prompt in enumerate(prompts)
+            ]
             while min(len(live.journal.choices[0].tokens) for live in lives) < 30:
                 await asyncio.sleep(0.01)
             victim = lives[0].decode_id
@@ -395,7 +399,9 @@ def test_a_failed_prefill_step_is_a_miss_and_the_answer_still_comes():
 
 def test_a_long_step_is_not_taken_for_death():
     async def main():
-        async with deployment("p1", "d1", step=dict(base_s=0.5, s_per_token=0.01), max_step_tokens=1024, step_target_s=20.0) as d:
+        async with deployment(
+            "p1", "d1", step=dict(base_s=0.5, s_per_token=0.01), max_step_tokens=1024, step_target_s=20.0
+        ) as d:
             prompt = prompt_of(900)
             assert await d.answer(prompt, 8) == expected(prompt, 8)
             assert d.dispatcher.counters["continuations"] == 0

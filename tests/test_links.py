@@ -6,6 +6,7 @@ import contextlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvferry import messages as m
 from kvferry.rpc import converter
 from kvferry.rpc.links import GrpcDialer, add_fetch_service, add_registry_service, bind, new_server

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+
 from kvferry.errors import ConfigurationError
 from kvferry.shape import SHAPES, human_bytes, read_shape
 

@@ -135,9 +135,7 @@ class Tensors:
         """Every tensor must have been taken: an unknown one means another architecture."""
         extra = sorted(name for name in self._left - ignored if not name.endswith("rotary_emb.inv_freq"))
         if extra:
-            raise ConfigurationError(
-                f"{self._directory}: unknown tensors, the first is {extra[0]} ({len(extra)} in all)"
-            )
+            raise ConfigurationError(f"{self._directory}: unknown tensors, the first is {extra[0]} ({len(extra)} in all)")
 
     def digest(self, *settings: str) -> str:
         """Over every tensor's name, dtype, shape and bytes, and `settings`: 32 hexadecimal digits."""

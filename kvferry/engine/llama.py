@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvferry.engine.attention import Span, paged_attention
 from kvferry.engine.checkpoint import LlamaConfig, Tensors
+from kvferry.engine.torch_memory import TorchMemory
 
 MIN_ROWS = 5
 """A float32 product's rows have the same bits whatever their number from here up (measured with MKL); fewer are padded."""
@@ -30,53 +31,44 @@ class LlamaLayer:
     down: torch.Tensor
 
 
+def load_layer(tensors: Tensors, config: LlamaConfig, number: int) -> LlamaLayer:
+    """One layer of a checkpoint, with its projections fused."""
+    queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+
+    def take(name: str, *shape: int) -> torch.Tensor:
+        return tensors.take(f"model.layers.{number}.{name}.weight", *shape)
+
+    def fuse(*parts: tuple[str, int]) -> torch.Tensor:
+        return torch.cat([take(name, size, config.hidden_size) for name, size in parts])
+
+    return LlamaLayer(
+        input_norm=take("input_layernorm", config.hidden_size),
+        query_key_value=fuse(("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)),
+        output=take("self_attn.o_proj", config.hidden_size, queries),
+        post_norm=take("post_attention_layernorm", config.hidden_size),
+        gate_up=fuse(("mlp.gate_proj", config.intermediate_size), ("mlp.up_proj", config.intermediate_size)),
+        down=take("mlp.down_proj", config.hidden_size, config.intermediate_size),
+    )
+
+
 class Llama:
     """Weights in their final form, and the forward pass."""
 
-    def __init__(
-        self, config: LlamaConfig, tensors: Tensors, on_progress: Callable[[float], None] = lambda share: None
-    ):
+    def __init__(self, config: LlamaConfig, tensors: Tensors, on_progress: Callable[[float], None] = lambda share: None):
         self.config = config
         hidden, vocabulary = config.hidden_size, config.vocabulary_size
         self._embedding = tensors.take("model.embed_tokens.weight", vocabulary, hidden)
         self._layers = list[LlamaLayer]()
         for number in range(config.num_layers):
-            self._layers.append(self._load_layer(tensors, f"model.layers.{number}"))
+            self._layers.append(load_layer(tensors, config, number))
             on_progress((number + 1) / config.num_layers)
         self._norm = tensors.take("model.norm.weight", hidden)
         self._head = self._embedding if config.is_tied else tensors.take("lm_head.weight", vocabulary, hidden)
         tensors.refuse_extra({"lm_head.weight"} if config.is_tied else set())
         self._cosine, self._sine = rope_tables(config)
 
-    def _load_layer(self, tensors: Tensors, prefix: str) -> LlamaLayer:
-        c = self.config
-        queries, keys = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
-
-        def take(name: str, *shape: int) -> torch.Tensor:
-            return tensors.take(f"{prefix}.{name}.weight", *shape)
-
-        return LlamaLayer(
-            input_norm=take("input_layernorm", c.hidden_size),
-            query_key_value=torch.cat(
-                [
-                    take("self_attn.q_proj", queries, c.hidden_size),
-                    take("self_attn.k_proj", keys, c.hidden_size),
-                    take("self_attn.v_proj", keys, c.hidden_size),
-                ]
-            ),
-            output=take("self_attn.o_proj", c.hidden_size, queries),
-            post_norm=take("post_attention_layernorm", c.hidden_size),
-            gate_up=torch.cat(
-                [
-                    take("mlp.gate_proj", c.intermediate_size, c.hidden_size),
-                    take("mlp.up_proj", c.intermediate_size, c.hidden_size),
-                ]
-            ),
-            down=take("mlp.down_proj", c.hidden_size, c.intermediate_size),
-        )
-
-    def forward(self, batch: "Batch", blocks: torch.Tensor) -> torch.Tensor:
-        """Writes the batch's KV into `blocks` and returns its hidden states [rows, hidden], before the last norm."""
+    def forward(self, batch: "Batch", memory: TorchMemory) -> torch.Tensor:
+        """Writes the batch's KV into `memory` and returns its hidden states [rows, hidden], before the last norm."""
         c = self.config
         hidden = F.embedding(batch.tokens, self._embedding)
         cosine, sine = self._cosine[batch.positions][:, None], self._sine[batch.positions][:, None]
@@ -87,10 +79,10 @@ class Llama:
             query, key, value = F.linear(normed, layer.query_key_value).split(split, dim=-1)
             query = rotate(query.view(-1, c.num_heads, c.head_size), cosine, sine)
             key = rotate(key.view(-1, c.num_kv_heads, c.head_size), cosine, sine)
-            blocks[batch.slots, number, 0, :, batch.offsets] = key[:rows]
-            blocks[batch.slots, number, 1, :, batch.offsets] = value.reshape(key.shape)[:rows]
+            memory.keys[batch.slots, number, :, :, batch.offsets] = key[:rows]
+            memory.values[batch.slots, number, :, batch.offsets] = value.reshape(key.shape)[:rows]
             attended = torch.zeros_like(query)
-            attended[:rows] = paged_attention(query[:rows], blocks, number, batch.spans)
+            attended[:rows] = paged_attention(query[:rows], memory.keys, memory.values, number, batch.spans)
             hidden = hidden + F.linear(attended.flatten(1), layer.output)
             gate, up = F.linear(self._rms(hidden, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down)

@@ -11,15 +11,25 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.engine.plan import Draw
+from kvferry.engine.plan import Chunk, Draw, StepResult
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
     """In [0, 1), 53 bits, a function of its arguments alone."""
-    digest = blake2b(
-        struct.pack("<QIQ", seed & (2**64 - 1), choice, index), digest_size=8, person=b"kvferry.draw"
-    ).digest()
+    digest = blake2b(struct.pack("<QIQ", seed & (2**64 - 1), choice, index), digest_size=8, person=b"kvferry.draw").digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def sample_rows(drawing: list[Chunk], logits: npt.NDArray[np.float32]) -> StepResult:
+    """One token per chunk; `logits` [chunks, vocabulary]. A row that is not finite fails its own sequence alone."""
+    tokens, failures = dict[int, int](), dict[int, str]()
+    for chunk, row in zip(drawing, logits, strict=True):
+        assert chunk.draw is not None
+        if np.isfinite(row.min()) and np.isfinite(row.max()):
+            tokens[chunk.sequence_id] = sample(row, chunk.draw)
+        else:
+            failures[chunk.sequence_id] = "the model's logits are not finite"
+    return StepResult(tokens, failures)
 
 
 def sample(logits: npt.NDArray[np.float32], draw: Draw) -> int:
@@ -39,7 +49,5 @@ def _pick(logits: npt.NDArray[np.float32], draw: Draw) -> int:
     if draw.top_p < 1:
         kept = int(np.searchsorted(cumulated, draw.top_p * cumulated[-1])) + 1
         order, cumulated = order[:kept], cumulated[:kept]
-    position = int(
-        np.searchsorted(cumulated, uniform(draw.seed, draw.choice, draw.index) * cumulated[-1], side="right")
-    )
+    position = int(np.searchsorted(cumulated, uniform(draw.seed, draw.choice, draw.index) * cumulated[-1], side="right"))
     return int(order[min(position, len(order) - 1)])

@@ -1,4 +1,4 @@
-"""Block memory in a torch tensor: [slot][layer][K, V][KV head][token][dim], one slot's KV of all layers in one run."""
+"""Block memory in a torch tensor, one slot's KV of all layers in one run, in the canonical layout of kvferry/kv/memory.py."""
 
 import torch
 
@@ -10,10 +10,14 @@ class TorchMemory:
 
     def __init__(self, num_slots: int, num_layers: int, num_kv_heads: int, block_size: int, head_size: int):
         shape = (num_layers, 2, num_kv_heads, block_size, head_size)
-        self.blocks = torch.empty((num_slots + 1, *shape), dtype=torch.float32)
+        self.blocks = torch.empty((num_slots + 1, num_layers, 2, num_kv_heads, block_size * head_size))
         self.blocks[0].zero_()
+        self.keys = self.blocks[:, :, 0].unflatten(-1, (head_size, block_size))
+        """[slot, layer, KV head, dim, token]"""
+        self.values = self.blocks[:, :, 1].unflatten(-1, (block_size, head_size))
+        """[slot, layer, KV head, token, dim]"""
         self.format = BlockFormat("float32", shape, block_size, self.blocks[0].numel() * self.blocks.element_size())
-        self._bytes = memoryview(self.blocks.view(torch.uint8).numpy().reshape(-1))
+        self._bytes = memoryview(self.blocks.view(torch.uint8).numpy().reshape(-1).data)
 
     def view(self, slot: int) -> memoryview:
         size = self.format.block_bytes

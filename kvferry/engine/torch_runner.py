@@ -1,14 +1,11 @@
-"""Runs plans with a native decoder: plan to batch, forward, logits where a token is wanted, sampling.
-
-A row whose logits are not finite fails its own sequence and touches no other.
-"""
+"""Runs plans with the plain torch decoder: plan to batch, forward, logits where a token is wanted, sampling."""
 
 import torch
 
 from kvferry.engine.attention import Span
 from kvferry.engine.llama import MIN_ROWS, Batch, Llama
 from kvferry.engine.plan import Chunk, Plan, StepResult
-from kvferry.engine.sampling import sample
+from kvferry.engine.sampling import sample_rows
 from kvferry.engine.torch_memory import TorchMemory
 
 
@@ -18,7 +15,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
-        hidden = self._model.forward(self._batch(plan), self._memory.blocks)
+        hidden = self._model.forward(self._batch(plan), self._memory)
         ends, last_rows = 0, list[int]()
         drawing = list[Chunk]()
         for chunk in plan.chunks:
@@ -28,7 +25,7 @@ class TorchRunner:
                 last_rows.append(ends - 1)
         if not drawing:
             return StepResult({})
-        return self._sample(drawing, self._model.logits(hidden[torch.tensor(last_rows)]))
+        return sample_rows(drawing, self._model.logits(hidden[torch.tensor(last_rows)]).numpy())
 
     def _batch(self, plan: Plan) -> Batch:
         size = self._memory.format.block_size
@@ -50,15 +47,3 @@ class TorchRunner:
             offsets=torch.tensor(offsets),
             spans=spans,
         )
-
-    def _sample(self, drawing: list[Chunk], logits: torch.Tensor) -> StepResult:
-        is_finite = logits.isfinite().all(dim=-1).tolist()
-        rows = logits.numpy()
-        tokens, failures = dict[int, int](), dict[int, str]()
-        for k, chunk in enumerate(drawing):
-            if not is_finite[k]:
-                failures[chunk.sequence_id] = "the model's logits are not finite"
-            else:
-                assert chunk.draw is not None
-                tokens[chunk.sequence_id] = sample(rows[k], chunk.draw)
-        return StepResult(tokens, failures)

@@ -37,9 +37,7 @@ class FrameBlock:
     data: memoryview
 
 
-def pack_header(
-    block_format: BlockFormat, first_block: int, block_ids: Sequence[bytes], digests: Sequence[bytes]
-) -> bytes:
+def pack_header(block_format: BlockFormat, first_block: int, block_ids: Sequence[bytes], digests: Sequence[bytes]) -> bytes:
     """The header of the blocks `first_block`... of a chain."""
     return msgpack.packb(
         [
@@ -82,9 +80,7 @@ def unpack_frame(
         ("shape", list(block_format.shape)),
     ):
         if fields[name] != expected:
-            raise BadFrame(
-                "layout" if name != "shape" else "shape", f"frame {name} {fields[name]!r}, expected {expected!r}"
-            )
+            raise BadFrame("layout" if name != "shape" else "shape", f"frame {name} {fields[name]!r}, expected {expected!r}")
     ids, digests, size = fields["ids"], fields["digests"], block_format.block_size
     if not ids or len(ids) != len(digests) or fields["num_tokens"] != len(ids) * size:
         raise BadFrame("header", f"{len(ids)} ids, {len(digests)} digests and {fields['num_tokens']} tokens disagree")
@@ -96,9 +92,7 @@ def unpack_frame(
     if len(view) != len(ids) * block_format.block_bytes:
         raise BadFrame("truncated", f"payload of {len(view)} bytes, expected {len(ids) * block_format.block_bytes}")
     return [
-        FrameBlock(
-            first_block + k, ids[k], digests[k], view[k * block_format.block_bytes : (k + 1) * block_format.block_bytes]
-        )
+        FrameBlock(first_block + k, ids[k], digests[k], view[k * block_format.block_bytes : (k + 1) * block_format.block_bytes])
         for k in range(len(ids))
     ]
 

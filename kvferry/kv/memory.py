@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-CANONICAL_LAYOUT = "slot.layer.kv.head.token.dim"
+CANONICAL_LAYOUT = "layer.k:head.dim.token.v:head.token.dim"
+"""Keys are kept with their tokens side by side, values with their dims, so that neither is transposed for attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,7 @@ class BlockFormat:
     dtype: str
     """numpy's name: "float32"."""
     shape: tuple[int, ...]
-    """[layer, K and V, KV head, token, dim] in the canonical layout."""
+    """[layer, K and V, KV head, token, dim]; the layout says in which order the last two lie."""
     block_size: int
     """Tokens."""
     block_bytes: int

@@ -106,4 +106,3 @@ def _with_blocks(load: WorkerProgress, sealed: tuple[bytes, ...], evicted: tuple
         sealed,
         evicted,
     )
-

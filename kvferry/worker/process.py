@@ -19,6 +19,7 @@ from kvferry.streams import Dialer
 from kvferry.worker.loop import Executor, ThreadExecutor
 from kvferry.worker.settings import WorkerSettings
 
+
 async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, Dialer, WorkerSettings], Any]) -> None:
     """Until cancelled. Raises ConfigurationError or JoinRefused."""
     name = config.name or f"{config.role}-{os.getpid()}"
@@ -32,6 +33,7 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
         config.block_size,
         config.context_tokens,
         config.threads,
+        config.weights,
         lambda share: say_state("loading", share=round(share, 2)),
     )
     block_bytes = engine.identity.block_bytes
@@ -56,9 +58,7 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     if hasattr(worker, "serve_attach"):
         add_decode_service(server, worker, secret)
     await server.start()
-    say_state(
-        "listening", address=settings.address, name=name, pool_tokens=engine.num_slots * engine.identity.block_size
-    )
+    say_state("listening", address=settings.address, name=name, pool_tokens=engine.num_slots * engine.identity.block_size)
     try:
         await worker.run()
     finally:

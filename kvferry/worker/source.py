@@ -192,9 +192,7 @@ class _Serving:
         try:
             slots = [slot for id_ in ids if (slot := hold.adopt(id_)) is not None]
             assert len(slots) == count, "nothing is evicted between two statements"
-            header, payload = pack_frame(
-                self._memory.format, self._next, ids, [self._memory.view(slot) for slot in slots]
-            )
+            header, payload = pack_frame(self._memory.format, self._next, ids, [self._memory.view(slot) for slot in slots])
         finally:
             hold.close()
         self._unacknowledged.add(self._frame_number)

@@ -2,14 +2,14 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from decode_worker.scheduler import Choice, DecodeLimits, DecodeScheduler, Ended, State, Token
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import StepResult
 from kvferry.engine.sequence import Sequence
 from kvferry.kv.pool import BlockPool
 from kvferry.messages import ChoiceEndReason, Sampling, Source
 from kvferry.worker.counters import Counters
-
-from decode_worker.scheduler import Choice, DecodeLimits, DecodeScheduler, Ended, State, Token
 
 SIZE = 16
 

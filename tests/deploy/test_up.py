@@ -11,6 +11,7 @@ import urllib.request
 
 import psutil
 import pytest
+
 from kvferry.config import home
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
@@ -103,7 +104,11 @@ def test_a_worker_of_another_block_size_or_secret_is_refused_and_says_why(model_
         secret = tmp_path / "secret"
         secret.write_text("another")
         secret.chmod(0o600)
-        for changes, named in ((["--block-size=32"], "block_size"), (["--context-tokens=512"], "context_tokens"), ([f"--secret-file={secret}"], "secret")):
+        for changes, named in (
+            (["--block-size=32"], "block_size"),
+            (["--context-tokens=512"], "context_tokens"),
+            ([f"--secret-file={secret}"], "secret"),
+        ):
             base = [f"{flag}={given[flag]}" for flag in ("--router", "--model", "--secret-file", "--kv-tokens")]
             command = [sys.executable, "-m", "decode_worker", "--name=other", *base, *changes]
             run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

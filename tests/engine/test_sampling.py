@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from kvferry.engine.plan import Draw
 from kvferry.engine.sampling import sample, uniform
 

@@ -3,6 +3,7 @@ import sys
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvferry.kv.block_id import block_id, chain, chain_root, extend_chain, num_whole_blocks_before_tail
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=100)

@@ -2,6 +2,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvferry.errors import BadFrame
 from kvferry.kv.block_id import chain, chain_root
 from kvferry.kv.frame import check_block, pack_frame, unpack_frame

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from kvferry.errors import PoolExhausted
 from kvferry.kv.pool import BlockPool
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+
 from loadtest import stream as under_test
 from loadtest.report import LoadReport, percentile
 from loadtest.stream import StreamRecord, stream_completion

@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import StepResult
 from kvferry.errors import InvalidRequest
 from kvferry.kv.pool import BlockPool
 from kvferry.messages import Source
-
 from prefill_worker.scheduler import ChainState, PrefillScheduler
 
 SIZE = 16

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from kvferry.engine.reference import Reference
 from kvferry.text.model_text import ModelText
-
 from tests.processes.service import Service, serving
 
 

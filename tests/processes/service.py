@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from deploy.local import LocalDeployment, LocalPlan
 
 
@@ -83,7 +84,10 @@ class Service:
     @contextlib.contextmanager
     def streaming(self, prompt: Any, max_tokens: int = 16, **fields: Any) -> Iterator["Events"]:
         body = {**completion_body(prompt, max_tokens, **fields), "stream": True}
-        with httpx.Client(base_url=self.url, timeout=120, trust_env=False) as client, client.stream("POST", "/v1/completions", json=body) as response:
+        with (
+            httpx.Client(base_url=self.url, timeout=120, trust_env=False) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
             yield Events(response)
 
     def stream_tokens(self, prompt: Any, max_tokens: int = 16, **fields: Any) -> list[int]:
@@ -104,7 +108,7 @@ class Events:
             assert not (is_done and line), f"something follows [DONE]: {line}"
             if line == "data: [DONE]":
                 is_done = True
-            elif line:
+            elif line and not line.startswith(":"):
                 chunk = json.loads(line.removeprefix("data: "))
                 assert "error" not in chunk, chunk
                 yield chunk

@@ -9,8 +9,8 @@ import time
 
 import grpc
 import pytest
-from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
 
+from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
 from tests.processes.service import completion_body, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
@@ -25,7 +25,9 @@ def raw_request(service, body, reset=False):
     """A socket with a request sent; leaving the body closes it with FIN, or RST."""
     host, _, port = service.url.removeprefix("http://").partition(":")
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(head.encode() + content)
         yield connection

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+
 from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
 from loadtest.exact import make_prompts
 

@@ -9,8 +9,8 @@ import time
 
 import grpc
 import pytest
-from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
 
+from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
 from tests.processes.service import completion_body, serving
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]

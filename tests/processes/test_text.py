@@ -117,6 +117,4 @@ def test_the_openai_client_reads_answers_streams_and_errors(service, text):
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="gpt-9", messages=messages)
     with pytest.raises(openai.BadRequestError, match="tools"):
-        client.chat.completions.create(
-            model=model, messages=messages, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
+        client.chat.completions.create(model=model, messages=messages, tools=[{"type": "function", "function": {"name": "f"}}])

@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvferry.messages import NewTokens, Sampling
 from router.journal import Acceptance, FinishReason, Journal
 

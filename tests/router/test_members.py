@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+
 from kvferry.messages import Role, WorkerDescription
 from kvferry.text.model_text import TextSizes
 from router.index import PrefixIndex

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+
 from kvferry.errors import InvalidRequest
 from router.openai_request import ChatBody, CompletionBody, parse_body
 
@@ -51,7 +52,20 @@ def test_constants_that_are_not_json_are_refused(constant):
         parse_body(ChatBody, f'{{"messages":[{{"role":"user","content":"x"}}],"temperature":{constant}}}'.encode())
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"1", b"\xff\xfe", b"\xef\xbb\xbf{}", "{\"a\": \"안\"}".encode("euc-kr"), b"[" * 200_000, b'{"a":' * 100_000])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b"\xff\xfe",
+        b"\xef\xbb\xbf{}",
+        '{"a": "안"}'.encode("euc-kr"),
+        b"[" * 200_000,
+        b'{"a":' * 100_000,
+    ],
+)
 def test_a_body_that_is_not_a_json_object_is_refused(raw):
     with pytest.raises(InvalidRequest):
         parse_body(ChatBody, raw)

@@ -4,13 +4,22 @@ import json
 import shutil
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+
 from kvferry.errors import ConfigurationError, InvalidRequest
 from kvferry.text.decoding import WindowStream
 from kvferry.text.model_text import ModelText
-from tokenizers import Tokenizer, decoders, models
 
 pytestmark = pytest.mark.model
-SAMPLES = ["안녕하세요 👩‍👩‍👧 漢字 é", "plain text", "  spaces   and\n\nlines\t", "한글과 English를 mixed", "🇰🇷🎉", "e\u0301 NFD 각", "\x00\ufeff"]
+SAMPLES = [
+    "안녕하세요 👩‍👩‍👧 漢字 é",
+    "plain text",
+    "  spaces   and\n\nlines\t",
+    "한글과 English를 mixed",
+    "🇰🇷🎉",
+    "e\u0301 NFD 각",
+    "\x00\ufeff",
+]
 
 
 @pytest.fixture(scope="module")
