@@ -313,9 +313,10 @@ class DecodeScheduler:
     def _next_tokens(self) -> Iterable[Chunk]:
         for choice in self._ordered(State.RUNNING):
             sequence = choice.sequence
-            if choice.state is State.RUNNING and len(sequence.tokens) - sequence.num_computed == 1:
-                if self._ensure_slots(choice, len(sequence.tokens)):
-                    yield self._chunk(choice, len(sequence.tokens))
+            if choice.state is not State.RUNNING or len(sequence.tokens) - sequence.num_computed != 1:
+                continue  # preempted by an older one of this very plan, or catching up
+            if self._ensure_slots(choice, len(sequence.tokens)):
+                yield self._chunk(choice, len(sequence.tokens))
 
     def _catch_up(self, now: float) -> Iterable[Chunk]:
         """Tails and local chunks, in order, within the budget; the first of them gets at least one block."""
@@ -349,7 +350,9 @@ class DecodeScheduler:
         sequence, sampling = choice.sequence, choice.sampling
         draw = None
         if target == len(sequence.tokens):
-            draw = Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, choice.choice, choice.index)
+            draw = Draw(
+                sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, choice.choice, choice.index
+            )
         tokens = tuple(sequence.tokens[sequence.num_computed : target])
         return Chunk(sequence.sequence_id, tokens, sequence.num_computed, sequence.cover(target), draw)
 

@@ -232,7 +232,9 @@ class DecodeService:
         if not request.has_started:
             request.has_started = True
             session.starts.append(self._start_report(request, event.choice))
-        session.tokens.append(NewTokens(opening.number, opening.attempt, event.choice.choice, event.index, (event.token,)))
+        session.tokens.append(
+            NewTokens(opening.number, opening.attempt, event.choice.choice, event.index, (event.token,))
+        )
 
     def _tell_end(self, request: _Request, event: Ended) -> None:
         session, opening, choice = request.session, request.opening, event.choice
@@ -240,7 +242,9 @@ class DecodeService:
         if not request.choices and session.requests.get(opening.number) is request:
             del session.requests[opening.number]
         failed = tuple(choice.failed_source_ids)
-        session.ends.append(ChoiceEnd(opening.number, opening.attempt, choice.choice, event.reason, event.detail, failed))
+        session.ends.append(
+            ChoiceEnd(opening.number, opening.attempt, choice.choice, event.reason, event.detail, failed)
+        )
 
     def _start_report(self, request: _Request, choice: Choice) -> StartReport:
         def since(instant: float | None) -> float | None:

@@ -50,7 +50,9 @@ async def stream_events(url: str, body: dict[str, Any]) -> AsyncIterator[dict[st
                         raise KvferryError(chunk["error"]["message"])
                     yield chunk
         except httpx.TransportError as error:
-            raise NoWorker(f"nothing answers at {url}: {error or type(error).__name__}; is `kvferry up` running?") from error
+            raise NoWorker(
+                f"nothing answers at {url}: {error or type(error).__name__}; is `kvferry up` running?"
+            ) from error
 
 
 def _message(body: bytes) -> str:

@@ -33,11 +33,15 @@ notes = Console(stderr=True, highlight=False)
 """Progress and notes go to standard error, answers and figures to standard output."""
 
 Model = Annotated[Path | None, typer.Option("--model", help="Checkpoint directory; the packaged model if not given.")]
-Prefill = Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers; 0: decode workers compute everything.")]
+Prefill = Annotated[
+    int, typer.Option("--prefill", min=0, help="Prefill workers; 0: decode workers compute everything.")
+]
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
 KvTokens = Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens per pool; 0: from the memory there is.")]
 Weights = Annotated[str, typer.Option("--weights", help="float32, or float16 at half the memory traffic.")]
-Url = Annotated[str | None, typer.Option("--url", envvar="KVFERRY_URL", help="A running service; one is started if not given.")]
+Url = Annotated[
+    str | None, typer.Option("--url", envvar="KVFERRY_URL", help="A running service; one is started if not given.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line on standard output.")]
 
 
@@ -58,7 +62,9 @@ def up(
     config: Annotated[Path | None, typer.Option(help="YAML file with more settings for the three programs.")] = None,
 ) -> None:
     """Starts a router and workers on this machine, until Ctrl-C."""
-    plan = LocalPlan(model or _packaged_model(), prefill, decode, port, port + 1 if port else 0, kv_tokens, weights, config)
+    plan = LocalPlan(
+        model or _packaged_model(), prefill, decode, port, port + 1 if port else 0, kv_tokens, weights, config
+    )
     _run(_up(plan))
 
 

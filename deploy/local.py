@@ -175,7 +175,9 @@ class LocalDeployment:
         while True:
             began = asyncio.get_running_loop().time()
             code = await self._live(child)
-            if code == REFUSED_EXIT_CODE or (child.num_starts == 1 and child.state in ("starting", "loading", "failed")):
+            if code == REFUSED_EXIT_CODE or (
+                child.num_starts == 1 and child.state in ("starting", "loading", "failed")
+            ):
                 reason = child.details.get("reason") or self._last_words(child)
                 self._fatal = ConfigurationError(f"{child.name} ended with code {code}: {reason}")
                 self._changed.set()

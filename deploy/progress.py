@@ -34,6 +34,7 @@ def banner(deployment: LocalDeployment) -> str:
     shape, router = deployment.shape, deployment.children["router"].details
     per_token = shape.kv_bytes_per_token("float32")
     tokens = deployment.kv_tokens
+    num_prefill, num_decode = len(deployment.of("prefill")), len(deployment.of("decode"))
     length = min(REQUEST_TOKENS, tokens)
     body = {"model": router["model"], "messages": [{"role": "user", "content": "What is the capital of South Korea?"}]}
     lines = [
@@ -41,7 +42,7 @@ def banner(deployment: LocalDeployment) -> str:
         "kvferry is ready",
         f"  HTTP      http://{router['http']}/v1      gRPC  {router['grpc']}",
         f"  model     {router['model']}: {shape.num_weights / 1e6:.0f} M weights, context {shape.context_tokens} tokens",
-        f"  pools     {len(deployment.of('prefill'))} prefill + {len(deployment.of('decode'))} decode, {deployment.threads} thread(s) each",
+        f"  pools     {num_prefill} prefill + {num_decode} decode, {deployment.threads} thread(s) each, {deployment.plan.weights}",
         f"  KV        {per_token:,} bytes a token; each pool holds {tokens:,} tokens ({human_bytes(tokens * per_token)}),",
         f"            that is {tokens // length:,} requests of {length:,} tokens",
         f"  logs      {deployment.folder}",

@@ -29,7 +29,7 @@ class _Pipe:
         while self._ended is None and len(self._messages) >= QUEUE_LENGTH:
             await self._changed.wait()
         if self._ended is not None:
-            raise StreamEnded(self._ended.message, self._ended.code)
+            raise StreamEnded(self._ended.message, self._ended.status)
         self._messages.append(message)
         self._changed.ring()
 
@@ -40,7 +40,7 @@ class _Pipe:
         if self._messages:
             return self._messages.popleft()
         assert self._ended is not None
-        raise StreamEnded(self._ended.message, self._ended.code)
+        raise StreamEnded(self._ended.message, self._ended.status)
 
     def end(self, ended: StreamEnded) -> None:
         self._ended = self._ended or ended

@@ -15,11 +15,11 @@ In = TypeVar("In", covariant=True)
 
 
 class StreamEnded(ElsewhereError):
-    """The other side ended the stream, orderly or not. `code` is a gRPC status name; "OK" is orderly."""
+    """The other side ended the stream, orderly or not. `status` is a gRPC status name; "OK" is orderly."""
 
-    def __init__(self, message: str, code: str = "OK"):
+    def __init__(self, message: str, status: str = "OK"):
         super().__init__(message)
-        self.code = code
+        self.status = status
 
 
 class Stream(Protocol[Out, In]):

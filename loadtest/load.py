@@ -60,6 +60,8 @@ async def _check(client: httpx.AsyncClient, url: str) -> None:
     try:
         response = await client.get(f"{url}/health/ready")
     except httpx.TransportError as error:
-        raise NoWorker(f"nothing answers at {url}: {error or type(error).__name__}; is `kvferry up` running?") from error
+        raise NoWorker(
+            f"nothing answers at {url}: {error or type(error).__name__}; is `kvferry up` running?"
+        ) from error
     if response.status_code != 200:
         raise KvferryError(f"{url} is not ready: HTTP {response.status_code} {response.text[:200]}")

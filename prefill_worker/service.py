@@ -5,6 +5,7 @@ read the beginning of its chain from a holder, hold-only: one hop, no waiting th
 """
 
 import asyncio
+import contextlib
 
 from kvferry.errors import FetchFailed, InvalidRequest
 from kvferry.messages import FetchEnd, FetchEndReason, FetchOpen, Source
@@ -105,9 +106,7 @@ class PrefillService:
             salt=chain.salt,
             hold_only=True,
         )
-        try:
+        with contextlib.suppress(FetchFailed):  # counted by the reader; what lacks is read elsewhere or computed
             await self._reader.fetch(chain.sequence, opening, FetchReport(self._loop.now(), holder))
-        except FetchFailed:
-            pass  # counted by the reader; what arrived stays, the rest is read elsewhere or computed
         self._reads.pop(chain, None)
         self._loop.post(lambda: self._scheduler.read_ended(chain))

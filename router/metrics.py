@@ -63,10 +63,14 @@ class _StateCollector(Collector):
     def _workers(self) -> Iterator[Metric]:
         labels = ["worker", "role"]
         sequences = GaugeMetricFamily("kvferry_worker_sequences", "By state.", labels=[*labels, "state"])
-        slots = GaugeMetricFamily("kvferry_worker_slots", "Slots of the block pool by state.", labels=[*labels, "state"])
+        slots = GaugeMetricFamily(
+            "kvferry_worker_slots", "Slots of the block pool by state.", labels=[*labels, "state"]
+        )
         step = CounterMetricFamily("kvferry_worker_step", "Step counter.", labels=labels)
         active = GaugeMetricFamily("kvferry_worker_active", "This router's choices or chains there.", labels=labels)
-        counters = CounterMetricFamily("kvferry_worker_events", "Counters of a worker, by name.", labels=[*labels, "name"])
+        counters = CounterMetricFamily(
+            "kvferry_worker_events", "Counters of a worker, by name.", labels=[*labels, "name"]
+        )
         for member in self._dispatcher.members:
             names, progress = [member.worker_id, member.role.value], member.progress
             for state in ("waiting", "fetching", "running", "serving"):

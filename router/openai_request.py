@@ -137,7 +137,9 @@ def read_prompts(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         return _texts([value])
     if not isinstance(value, list) or not value:
-        raise InvalidRequest("prompt must be a text, a list of texts, token ids or a list of those, and not empty", "prompt")
+        raise InvalidRequest(
+            "prompt must be a text, a list of texts, token ids or a list of those, and not empty", "prompt"
+        )
     if isinstance(value[0], int):
         return [_ids(value)]
     if len(value) > MAX_PROMPTS:

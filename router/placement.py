@@ -91,7 +91,9 @@ def place(
 def _sources(demand: Demand, prefill: Sequence[WorkerSnapshot]) -> tuple[str, ...]:
     chain_tokens = demand.num_blocks_before_tail * demand.block_size
     able = [
-        worker for worker in prefill if worker.pool_tokens >= chain_tokens and worker.worker_id not in demand.failed_worker_ids
+        worker
+        for worker in prefill
+        if worker.pool_tokens >= chain_tokens and worker.worker_id not in demand.failed_worker_ids
     ]
     able.sort(key=lambda w: (w.active_tokens - w.num_held_blocks * demand.block_size, w.num_placed))
     return tuple(worker.worker_id for worker in able[:MAX_SOURCES])

@@ -46,7 +46,13 @@ class RequestMaker:
         return await _off_loop(lambda: self.text.encode_chat(messages), size)
 
     def make(
-        self, tokens: list[int], body: Body, max_tokens: int | None, param: str, salt: bytes, limit_name: str = "max_tokens"
+        self,
+        tokens: list[int],
+        body: Body,
+        max_tokens: int | None,
+        param: str,
+        salt: bytes,
+        limit_name: str = "max_tokens",
     ) -> GenerationRequest:
         """Raises InvalidRequest naming `param` (the prompt) or another field, NoWorker while nothing can be judged."""
         limit = self._limit()
@@ -107,7 +113,9 @@ def salt_of(cache_salt: str | None, api_key: str | None) -> bytes:
     """The tenant's part of the chain's root: an API key's holder shares cached blocks with nobody else."""
     if not cache_salt and not api_key:
         return b""
-    return hashlib.blake2b(f"{api_key or ''}\0{cache_salt or ''}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(
+        f"{api_key or ''}\0{cache_salt or ''}".encode("utf-8", "surrogatepass"), digest_size=16
+    ).digest()
 
 
 async def _off_loop(work: Callable[[], list[int]], num_characters: int) -> list[int]:

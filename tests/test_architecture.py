@@ -55,13 +55,17 @@ def test_nothing_unpickles(path):
     text = path.read_text()
     assert not any(word in text for word in ("torch.load(", "trust_remote_code=True", "yaml.load("))
     called = {
-        node.func.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        node.func.id
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     assert not called & {"eval", "exec", "compile", "__import__"}
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in FILES if "kv/" in name_of(p) or p.name in ("messages.py", "errors.py", "streams.py")], ids=name_of
+    "path",
+    [p for p in FILES if "kv/" in name_of(p) or p.name in ("messages.py", "errors.py", "streams.py")],
+    ids=name_of,
 )
 def test_the_parts_below_know_nothing_of_those_above(path):
     above = ("kvferry.engine", "kvferry.worker", "kvferry.rpc", "kvferry.text", "kvferry.config")

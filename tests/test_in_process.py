@@ -328,7 +328,8 @@ def test_a_decode_worker_lost_in_mid_stream_costs_no_token_and_repeats_none(faul
         async with deployment("p1", "d1", "d2") as d:
             prompts = [prompt_of(100 + k, k) for k in range(6)]
             lives = [
-                d.submit(prompt, 150, temperature=min(seed, 1), seed=seed, n=1 + k % 2) for k, prompt in enumerate(prompts)
+                d.submit(prompt, 150, temperature=min(seed, 1), seed=seed, n=1 + k % 2)
+                for k, prompt in enumerate(prompts)
             ]
             while min(len(live.journal.choices[0].tokens) for live in lives) < 30:
                 await asyncio.sleep(0.01)
@@ -546,7 +547,9 @@ def test_every_accepted_request_ends_once_and_the_counts_add_up():
     async def main():
         async with deployment("p1", "d1", "d2") as d:
             rng = random.Random(3)
-            lives = [d.submit(prompt_of(rng.randrange(1, 300), k), 60, timeout_s=rng.choice([None, 1.0])) for k in range(60)]
+            lives = [
+                d.submit(prompt_of(rng.randrange(1, 300), k), 60, timeout_s=rng.choice([None, 1.0])) for k in range(60)
+            ]
             await asyncio.sleep(0.5)
             for live in lives[::7]:
                 d.dispatcher.cancel(live)

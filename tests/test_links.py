@@ -107,7 +107,28 @@ async def test_messages_go_both_ways_and_an_orderly_end_is_ok():
         await stream.send(m.FetchAck(99))
         with pytest.raises(StreamEnded) as ended:
             await stream.receive()
-        assert ended.value.code == "OK"
+        assert ended.value.status == "OK"
+
+
+async def test_what_was_sent_before_the_end_is_read_however_late():
+    class Brief:
+        async def serve_fetch(self, stream):
+            for k in range(5):
+                await stream.send(m.FetchProgress(k, m.FetchState.SENDING, 0))
+
+    server = new_server()
+    add_fetch_service(server, Brief(), "right")
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    dialer = GrpcDialer("right")
+    for delay_s in (0, 0.01, 0.1):
+        stream = dialer.fetch(f"127.0.0.1:{port}")
+        for k in range(5):
+            await asyncio.sleep(delay_s)
+            assert (await stream.receive()).step == k
+        stream.close()
+    await dialer.close()
+    await server.stop(0)
 
 
 async def test_a_wrong_secret_is_refused_without_detail():
@@ -115,7 +136,7 @@ async def test_a_wrong_secret_is_refused_without_detail():
         for dial in (dialer.fetch, dialer.join):
             with pytest.raises(StreamEnded) as ended:
                 await dial(address).receive()
-            assert ended.value.code == "UNAUTHENTICATED"
+            assert ended.value.status == "UNAUTHENTICATED"
             assert "right" not in str(ended.value)
         assert echo.num_serving == 0
 
@@ -127,7 +148,7 @@ async def test_an_address_where_nobody_listens_is_told_at_once():
         stream = dialer.fetch("127.0.0.1:1")
         await stream.send(m.FetchAck(1))
         await stream.receive()
-    assert ended.value.code == "UNAVAILABLE"
+    assert ended.value.status == "UNAVAILABLE"
     assert asyncio.get_running_loop().time() - began < 3
     await dialer.close()
 
@@ -209,6 +230,6 @@ async def test_a_message_that_cannot_be_read_ends_the_stream_and_nothing_else(an
     stream = dialer.fetch(f"127.0.0.1:{port}")
     with pytest.raises(StreamEnded) as ended:
         await stream.receive()
-    assert ended.value.code == "INTERNAL"
+    assert ended.value.status == "INTERNAL"
     await dialer.close()
     await server.stop(0)

@@ -37,6 +37,8 @@ def test_a_directory_is_read_and_what_is_missing_is_named(tmp_path):
         read_shape(str(tmp_path))
 
 
-@pytest.mark.parametrize(("count", "text"), [(10, "10 B"), (1536, "1.5 KiB"), (2 * GIB, "2 GiB"), (1023 * 1024, "1023 KiB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(10, "10 B"), (1536, "1.5 KiB"), (2 * GIB, "2 GiB"), (1023 * 1024, "1023 KiB")]
+)
 def test_sizes_are_written_for_people(count, text):
     assert human_bytes(count) == text

@@ -135,7 +135,9 @@ class Tensors:
         """Every tensor must have been taken: an unknown one means another architecture."""
         extra = sorted(name for name in self._left - ignored if not name.endswith("rotary_emb.inv_freq"))
         if extra:
-            raise ConfigurationError(f"{self._directory}: unknown tensors, the first is {extra[0]} ({len(extra)} in all)")
+            raise ConfigurationError(
+                f"{self._directory}: unknown tensors, the first is {extra[0]} ({len(extra)} in all)"
+            )
 
     def digest(self, *settings: str) -> str:
         """Over every tensor's name, dtype, shape and bytes, and `settings`: 32 hexadecimal digits."""
@@ -144,7 +146,7 @@ class Tensors:
             digest.update(setting.encode() + b"\0")
         for name, tensor in self._all():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-            digest.update(memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1)))
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
         return digest.hexdigest()
 
     def _all(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,9 @@ class Engine:
     """Besides the padding slot."""
 
 
-def fake_engine(num_slots: int, block_size: int = 16, vocabulary_size: int = 1000, context_tokens: int = 8192) -> Engine:
+def fake_engine(
+    num_slots: int, block_size: int = 16, vocabulary_size: int = 1000, context_tokens: int = 8192
+) -> Engine:
     """A model without weights (kvferry/engine/fake.py)."""
     memory = BytesMemory(num_slots, block_size)
     identity = WorkerIdentity(

@@ -36,7 +36,9 @@ class FakeRunner:
         self._vocabulary_size = vocabulary_size
 
     def run(self, plan: Plan) -> StepResult:
-        return StepResult({chunk.sequence_id: token for chunk in plan.chunks if (token := self._run(chunk)) is not None})
+        return StepResult(
+            {chunk.sequence_id: token for chunk in plan.chunks if (token := self._run(chunk)) is not None}
+        )
 
     def _run(self, chunk: Chunk) -> int | None:
         for position, token in enumerate(chunk.tokens, start=chunk.start):

@@ -54,7 +54,9 @@ def load_layer(tensors: Tensors, config: LlamaConfig, number: int) -> LlamaLayer
 class Llama:
     """Weights in their final form, and the forward pass."""
 
-    def __init__(self, config: LlamaConfig, tensors: Tensors, on_progress: Callable[[float], None] = lambda share: None):
+    def __init__(
+        self, config: LlamaConfig, tensors: Tensors, on_progress: Callable[[float], None] = lambda share: None
+    ):
         self.config = config
         hidden, vocabulary = config.hidden_size, config.vocabulary_size
         self._embedding = tensors.take("model.embed_tokens.weight", vocabulary, hidden)

@@ -56,7 +56,9 @@ def load_engine(
     return Engine(identity, memory, runner, num_slots)
 
 
-def _check(directory: Path, config: LlamaConfig, kv_tokens: int, block_size: int, context_tokens: int, weights: str) -> None:
+def _check(
+    directory: Path, config: LlamaConfig, kv_tokens: int, block_size: int, context_tokens: int, weights: str
+) -> None:
     if weights not in WEIGHTS:
         raise ConfigurationError(f"weights {weights!r}: choose one of {', '.join(WEIGHTS)}")
     if block_size not in BLOCK_SIZES:

@@ -16,7 +16,9 @@ from kvferry.engine.plan import Chunk, Draw, StepResult
 
 def uniform(seed: int, choice: int, index: int) -> float:
     """In [0, 1), 53 bits, a function of its arguments alone."""
-    digest = blake2b(struct.pack("<QIQ", seed & (2**64 - 1), choice, index), digest_size=8, person=b"kvferry.draw").digest()
+    digest = blake2b(
+        struct.pack("<QIQ", seed & (2**64 - 1), choice, index), digest_size=8, person=b"kvferry.draw"
+    ).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
@@ -49,5 +51,7 @@ def _pick(logits: npt.NDArray[np.float32], draw: Draw) -> int:
     if draw.top_p < 1:
         kept = int(np.searchsorted(cumulated, draw.top_p * cumulated[-1])) + 1
         order, cumulated = order[:kept], cumulated[:kept]
-    position = int(np.searchsorted(cumulated, uniform(draw.seed, draw.choice, draw.index) * cumulated[-1], side="right"))
+    position = int(
+        np.searchsorted(cumulated, uniform(draw.seed, draw.choice, draw.index) * cumulated[-1], side="right")
+    )
     return int(order[min(position, len(order) - 1)])

@@ -72,8 +72,8 @@ def _convert(gguf: Path, made: Path, on_step: Callable[[str, float], None]) -> N
     if hasattr(model, "hf_quantizer"):  # it makes save_pretrained refuse
         del model.hf_quantizer
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.is_quantized = False
+        delattr(model.config, "quantization_config")
+    vars(model)["is_quantized"] = False
     on_step("writing the weights", 0.6)
     model.save_pretrained(made)
     on_step("writing the tokenizer", 0.8)

@@ -17,7 +17,7 @@ from kvferry.kv.memory import BlockFormat
 
 FRAME_VERSION = 1
 MAX_HEADER_BYTES = 64 * 1024
-FIELDS = ("version", "layout", "dtype", "shape", "first_token", "num_tokens", "ids", "digests")
+FIELDS: tuple[str, ...] = ("version", "layout", "dtype", "shape", "first_token", "num_tokens", "ids", "digests")
 
 
 def block_digest(block_id: bytes, block: bytes | memoryview) -> bytes:
@@ -37,9 +37,11 @@ class FrameBlock:
     data: memoryview
 
 
-def pack_header(block_format: BlockFormat, first_block: int, block_ids: Sequence[bytes], digests: Sequence[bytes]) -> bytes:
+def pack_header(
+    block_format: BlockFormat, first_block: int, block_ids: Sequence[bytes], digests: Sequence[bytes]
+) -> bytes:
     """The header of the blocks `first_block`... of a chain."""
-    return msgpack.packb(
+    header = msgpack.packb(
         [
             FRAME_VERSION,
             block_format.layout,
@@ -52,6 +54,8 @@ def pack_header(block_format: BlockFormat, first_block: int, block_ids: Sequence
         ],
         use_bin_type=True,
     )
+    assert isinstance(header, bytes)
+    return header
 
 
 def pack_frame(
@@ -80,7 +84,9 @@ def unpack_frame(
         ("shape", list(block_format.shape)),
     ):
         if fields[name] != expected:
-            raise BadFrame("layout" if name != "shape" else "shape", f"frame {name} {fields[name]!r}, expected {expected!r}")
+            raise BadFrame(
+                "layout" if name != "shape" else "shape", f"frame {name} {fields[name]!r}, expected {expected!r}"
+            )
     ids, digests, size = fields["ids"], fields["digests"], block_format.block_size
     if not ids or len(ids) != len(digests) or fields["num_tokens"] != len(ids) * size:
         raise BadFrame("header", f"{len(ids)} ids, {len(digests)} digests and {fields['num_tokens']} tokens disagree")
@@ -92,7 +98,9 @@ def unpack_frame(
     if len(view) != len(ids) * block_format.block_bytes:
         raise BadFrame("truncated", f"payload of {len(view)} bytes, expected {len(ids) * block_format.block_bytes}")
     return [
-        FrameBlock(first_block + k, ids[k], digests[k], view[k * block_format.block_bytes : (k + 1) * block_format.block_bytes])
+        FrameBlock(
+            first_block + k, ids[k], digests[k], view[k * block_format.block_bytes : (k + 1) * block_format.block_bytes]
+        )
         for k in range(len(ids))
     ]
 
@@ -112,7 +120,7 @@ def _parse(header: bytes) -> dict[str, Any]:
         raise BadFrame("header", f"not a frame header: {error}") from error
     if not isinstance(values, list) or len(values) != len(FIELDS):
         raise BadFrame("header", "not a frame header: wrong number of fields")
-    fields = dict(zip(FIELDS, values, strict=True))
+    fields: dict[str, Any] = dict(zip(FIELDS, values, strict=True))
     kinds = {
         "version": int,
         "layout": str,

@@ -176,7 +176,13 @@ class BlockPool:
         slot.state = state
         return slot
 
-    def _reserve(self, count: int) -> list[int]:
+    def slot_of(self, block_id: bytes) -> int | None:
+        return self._index.get(block_id)
+
+    def closed(self, hold: "Hold") -> None:
+        self._holds.discard(hold)
+
+    def reserve(self, count: int) -> list[int]:
         if count > self.num_available:
             raise PoolExhausted(count, self.num_available)
         while len(self._free) < count:
@@ -186,17 +192,17 @@ class BlockPool:
             self._move(number, SlotState.FILLING)
         return taken
 
-    def _give_back(self, number: int) -> None:
+    def give_back(self, number: int) -> None:
         self._move(number, SlotState.FREE)
         self._free.append(number)
 
-    def _refer(self, number: int) -> None:
+    def refer(self, number: int) -> None:
         slot = self._slots[number]
         if slot.num_references == 0:
             self._num_cached -= 1
         slot.num_references += 1
 
-    def _unrefer(self, number: int) -> None:
+    def unrefer(self, number: int) -> None:
         slot = self._slots[number]
         slot.num_references -= 1
         assert slot.num_references >= 0
@@ -219,12 +225,12 @@ class BlockPool:
         is_idle = slot.state is SlotState.SEALED and slot.num_references == 0
         return is_idle and slot.last_use == last_use and not self._num_children[slot.block_id]
 
-    def _seal(self, number: int, block_id: bytes, parent_id: bytes) -> int:
+    def seal(self, number: int, block_id: bytes, parent_id: bytes) -> int:
         """Names a filling slot; an id that is sealed already adopts the older slot. Returns the slot, referenced once."""
         older = self._index.get(block_id)
         if older is not None:
-            self._give_back(number)
-            self._refer(older)
+            self.give_back(number)
+            self.refer(older)
             return older
         slot = self._move(number, SlotState.SEALED)
         slot.block_id, slot.parent_id, slot.num_references = block_id, parent_id, 1
@@ -277,7 +283,7 @@ class Hold:
     def reserve(self, count: int) -> None:
         """All `count` slots at once, or `PoolExhausted` and none."""
         assert self.is_open
-        self.reserved.extend(self._pool._reserve(count))
+        self.reserved.extend(self._pool.reserve(count))
 
     def take(self) -> int:
         """A reserved slot, to be filled by this hold's owner."""
@@ -288,7 +294,7 @@ class Hold:
     def give_back(self, count: int = 1) -> None:
         """Returns reserved slots that are not needed after all."""
         for _ in range(count):
-            self._pool._give_back(self.reserved.pop())
+            self._pool.give_back(self.reserved.pop())
 
     def put_back(self, number: int) -> None:
         """A slot that was being filled is not, after all: it is reserved again."""
@@ -298,23 +304,23 @@ class Hold:
     def adopt(self, block_id: bytes) -> int | None:
         """Refers to the sealed block of that id and returns its slot; None if there is none."""
         assert self.is_open
-        number = self._pool._index.get(block_id)
+        number = self._pool.slot_of(block_id)
         if number is not None:
-            self._pool._refer(number)
+            self._pool.refer(number)
             self.references.append(number)
         return number
 
     def seal(self, number: int, block_id: bytes, parent_id: bytes) -> int:
         """Names a slot that this hold filled. Returns the slot that has the block from now on, referenced."""
         self.filling.remove(number)
-        kept = self._pool._seal(number, block_id, parent_id)
+        kept = self._pool.seal(number, block_id, parent_id)
         self.references.append(kept)
         return kept
 
     def release(self, number: int) -> None:
         """Drops one reference."""
         self.references.remove(number)
-        self._pool._unrefer(number)
+        self._pool.unrefer(number)
 
     def close(self) -> None:
         """Gives everything back, the chain's end first, so that its beginning is the last to be evicted. Idempotent."""
@@ -322,10 +328,10 @@ class Hold:
             return
         self.is_open = False
         for number in reversed(self.references):
-            self._pool._unrefer(number)
+            self._pool.unrefer(number)
         for number in (*self.reserved, *self.filling):
-            self._pool._give_back(number)
+            self._pool.give_back(number)
         self.references.clear()
         self.reserved.clear()
         self.filling.clear()
-        self._pool._holds.discard(self)
+        self._pool.closed(self)

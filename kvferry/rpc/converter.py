@@ -179,7 +179,9 @@ COUNTS = (
 
 
 def _start_to_wire(value: m.StartReport) -> decode_pb2.StartReport:
-    wire = decode_pb2.StartReport(request_number=value.number, attempt=value.attempt, source_worker_id=value.source_worker_id)
+    wire = decode_pb2.StartReport(
+        request_number=value.number, attempt=value.attempt, source_worker_id=value.source_worker_id
+    )
     for name in INSTANTS:
         seconds = getattr(value, f"{name}_s")
         if seconds is not None:
@@ -196,7 +198,9 @@ def _start_from_wire(wire: decode_pb2.StartReport) -> m.StartReport:
         if wire.HasField(f"{name}_us")  # type: ignore[arg-type]
     }
     counts: dict[str, Any] = {name: getattr(wire, name) for name in COUNTS}
-    return m.StartReport(wire.request_number, wire.attempt, source_worker_id=wire.source_worker_id, **instants, **counts)
+    return m.StartReport(
+        wire.request_number, wire.attempt, source_worker_id=wire.source_worker_id, **instants, **counts
+    )
 
 
 def _end_to_wire(value: m.ChoiceEnd) -> decode_pb2.ChoiceEnd:
@@ -221,7 +225,9 @@ def decode_message_to_wire(value: m.DecodeMessage) -> decode_pb2.AttachResponse:
     if isinstance(value, m.Beat):
         return decode_pb2.AttachResponse(beat=decode_pb2.WorkerBeat(step=value.step))
     tokens = [
-        decode_pb2.NewTokens(request_number=t.number, attempt=t.attempt, choice=t.choice, index=t.index, token_ids=t.token_ids)
+        decode_pb2.NewTokens(
+            request_number=t.number, attempt=t.attempt, choice=t.choice, index=t.index, token_ids=t.token_ids
+        )
         for t in value.tokens
     ]
     starts, ends = [_start_to_wire(start) for start in value.starts], [_end_to_wire(end) for end in value.ends]
@@ -234,7 +240,9 @@ def decode_message_from_wire(wire: decode_pb2.AttachResponse) -> m.DecodeMessage
         return m.Beat(wire.beat.step)
     return m.StepOutput(
         step=wire.step.step,
-        tokens=tuple(m.NewTokens(t.request_number, t.attempt, t.choice, t.index, tuple(t.token_ids)) for t in wire.step.tokens),
+        tokens=tuple(
+            m.NewTokens(t.request_number, t.attempt, t.choice, t.index, tuple(t.token_ids)) for t in wire.step.tokens
+        ),
         starts=tuple(_start_from_wire(start) for start in wire.step.starts),
         ends=tuple(_end_from_wire(end) for end in wire.step.ends),
     )

@@ -5,6 +5,7 @@ The one choke point for calls: options, keepalive, the cluster's secret, cancell
 """
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
@@ -21,10 +22,13 @@ from kvferry.streams import DecodeServer, FetchServer, RegistryServer, StreamEnd
 
 logger = logging.getLogger(__name__)
 
+EOF: Any = getattr(aio, "EOF")  # noqa: B009 (its type is not declared)
+
 SECRET_KEY = "kvferry-secret"
 MIN_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_MS = 2000
 MAX_CHANNELS = 4096
+LINGER_S = 2.0
 
 
 def channel_options(block_bytes: int = 0) -> list[tuple[str, int]]:
@@ -80,7 +84,7 @@ class _ClientStream:
         except asyncio.CancelledError:
             _raise_unless_cancelled()
             raise
-        if wire is aio.EOF:
+        if wire is EOF:
             raise await self._ended()
         return _understood(wire, self._from_wire, self.close)
 
@@ -172,7 +176,7 @@ class _ServerStream:
             wire = await self._context.read()
         except (aio.UsageError, aio.InternalError, asyncio.InvalidStateError) as error:
             raise StreamEnded(f"the caller has left: {error}", "CANCELLED") from error
-        if wire is aio.EOF:
+        if wire is EOF:
             raise StreamEnded("the caller ended the stream")
         return _understood(wire, self._from_wire, self.close)
 
@@ -193,12 +197,21 @@ class _Served:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated")
         try:
             await self._serve(_ServerStream(context, self._to_wire, self._from_wire))
+            await _let_the_caller_read(context)
         except StreamEnded:
             return
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the stream's opening did not come in time")
         except InvalidRequest as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+
+
+async def _let_the_caller_read(context: Any) -> None:
+    """The caller closes the stream once it has read the last message: a status that is there before hides it from grpc.aio."""
+    with contextlib.suppress(TimeoutError, aio.UsageError, aio.InternalError, asyncio.InvalidStateError):
+        async with asyncio.timeout(LINGER_S):
+            while await context.read() is not EOF:
+                pass
 
 
 def add_decode_service(server: aio.Server, service: DecodeServer, secret: str) -> None:
@@ -248,7 +261,7 @@ def bind(server: aio.Server, host: str, port: int, tls: TlsFiles | None = None) 
         if tls is None:
             real = server.add_insecure_port(address)
         else:
-            pairs = ((tls.key, tls.certificate),)
+            pairs = [(tls.key, tls.certificate)]
             credentials = grpc.ssl_server_credentials(pairs, tls.authority, require_client_auth=True)
             real = server.add_secure_port(address, credentials)
     except RuntimeError as error:

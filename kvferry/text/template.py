@@ -7,7 +7,7 @@ The environment follows what Hugging Face documents for chat templates (trimmed 
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -28,7 +28,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 class _GenerationTag(Extension):
     """`{% generation %}` marks the assistant's words for training; here it is only its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (declared so by Jinja)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -150,7 +150,9 @@ class EngineLoop:
             return  # told before
         self._counters.add("leaked_slots", num_leaked - self._num_leaked)
         self._num_leaked = num_leaked
-        logger.error("the idle pool is not clean: held by %s; %s", audit.leaks, "; ".join(audit.errors) or "no other fault")
+        logger.error(
+            "the idle pool is not clean: held by %s; %s", audit.leaks, "; ".join(audit.errors) or "no other fault"
+        )
 
     async def _run_step(self, plan: Plan) -> None:
         self._step_began = began = self.now()

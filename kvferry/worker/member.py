@@ -48,7 +48,7 @@ class Membership:
             try:
                 await self._be_member()
             except (StreamEnded, TimeoutError) as error:
-                if isinstance(error, StreamEnded) and error.code == "UNAUTHENTICATED":
+                if isinstance(error, StreamEnded) and error.status == "UNAUTHENTICATED":
                     message = f"the router at {self._router_address} refuses this worker's secret"
                     raise JoinRefused("secret", message) from error
                 if self.is_member:

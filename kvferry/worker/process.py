@@ -58,7 +58,9 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     if hasattr(worker, "serve_attach"):
         add_decode_service(server, worker, secret)
     await server.start()
-    say_state("listening", address=settings.address, name=name, pool_tokens=engine.num_slots * engine.identity.block_size)
+    say_state(
+        "listening", address=settings.address, name=name, pool_tokens=engine.num_slots * engine.identity.block_size
+    )
     try:
         await worker.run()
     finally:

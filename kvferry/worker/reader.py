@@ -5,6 +5,7 @@ Whatever goes wrong is a `FetchFailed` with a kind; the blocks that arrived stay
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
 from kvferry.engine.sequence import Sequence
@@ -82,10 +83,8 @@ class BlockReader:
                     report.num_source_cached_blocks = already
             elif isinstance(message, Frame):
                 self._seal_frame(message, sequence, opening, report)
-                try:
+                with contextlib.suppress(StreamEnded):  # what has arrived can still be received; the end tells the rest
                     await stream.send(FetchAck(message.frame_number))
-                except StreamEnded:
-                    pass  # what has arrived can still be received; the end tells the rest
             else:
                 self._check_end(message, sequence, opening)
                 return

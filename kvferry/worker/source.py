@@ -143,34 +143,33 @@ class _Serving:
         self._unacknowledged: set[int] = set()
         self._acknowledged = asyncio.Event()
         self._computation: Computation | None = None
-        self._end = FetchEnd(FetchEndReason.COMPLETE, len(self._ids))
 
     async def run(self) -> None:
         try:
-            await until_first(self._take_acknowledgements(), self._show_progress(), self._send_until_the_end())
-            await self._stream.send(self._end)
-            await self._until_read()
+            await until_first(self._take_acknowledgements(), self._show_progress(), self._send_all())
         except StreamEnded:
             pass  # the reader has left: nothing to tell
         finally:
             if self._computation is not None:
                 self._computation.close()
 
-    async def _until_read(self) -> None:
-        """The reader closes the stream: a call that ended here first could overtake its own last messages."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while True:
-                    await self._stream.receive()
+    async def _send_all(self) -> None:
+        """Frames and the end; what the stream holds is given up with the end. Then the reader closes the stream.
 
-    async def _send_until_the_end(self) -> None:
+        Acknowledgements are taken until it does: a read that is cut short would end the call, and the end might not be read.
+        """
+        end = FetchEnd(FetchEndReason.COMPLETE, len(self._ids))
         try:
             async with asyncio.timeout(self._opening.time_left_s):
                 await self._send_blocks()
         except TimeoutError:
-            self._end = FetchEnd(FetchEndReason.DEADLINE, self._next, "the time left ran out")
+            end = FetchEnd(FetchEndReason.DEADLINE, self._next, "the time left ran out")
         except _FetchIsOver as over:
-            self._end = over.end
+            end = over.end
+        if self._computation is not None:
+            self._computation.close()
+        await self._stream.send(end)
+        await asyncio.sleep(LINGER_S)
 
     async def _send_blocks(self) -> None:
         while self._next < len(self._ids):
@@ -192,7 +191,9 @@ class _Serving:
         try:
             slots = [slot for id_ in ids if (slot := hold.adopt(id_)) is not None]
             assert len(slots) == count, "nothing is evicted between two statements"
-            header, payload = pack_frame(self._memory.format, self._next, ids, [self._memory.view(slot) for slot in slots])
+            header, payload = pack_frame(
+                self._memory.format, self._next, ids, [self._memory.view(slot) for slot in slots]
+            )
         finally:
             hold.close()
         self._unacknowledged.add(self._frame_number)

@@ -19,7 +19,16 @@ pytestmark = [pytest.mark.model, pytest.mark.processes]
 
 def start(model_directory, *flags):
     """The process, its address, and the processes that it started."""
-    command = [sys.executable, "-m", "deploy", "up", f"--model={model_directory}", "--port=0", "--kv-tokens=640", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "deploy",
+        "up",
+        f"--model={model_directory}",
+        "--port=0",
+        "--kv-tokens=640",
+        *flags,
+    ]
     up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     banner = ""
     while "curl" not in banner:

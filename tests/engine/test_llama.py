@@ -92,7 +92,8 @@ def test_a_mixed_step_gives_each_sequence_its_own_tokens(checkpoint, form):
     engine = load_engine(checkpoint, 2048)
     reference = Reference(checkpoint)
     prompts = [
-        [random.Random(f"{n} {k}").randrange(199) for k in range(length)] for n, length in enumerate((1, 15, 16, 33, 90))
+        [random.Random(f"{n} {k}").randrange(199) for k in range(length)]
+        for n, length in enumerate((1, 15, 16, 33, 90))
     ]
     answers = [[] for _ in prompts]
     for step in range(6):
@@ -143,7 +144,9 @@ def random_schedule(runner, prompts, seed):
                 end = done[number] + count
                 draw = Draw(0, 0, 1, 0, 0, 0)
                 chunks.append(
-                    Chunk(number, tuple(prompt[done[number] : end]), done[number], tables[number][: -(-end // 16)], draw)
+                    Chunk(
+                        number, tuple(prompt[done[number] : end]), done[number], tables[number][: -(-end // 16)], draw
+                    )
                 )
                 owners.append((number, end))
                 done[number] = end
@@ -174,7 +177,9 @@ def test_a_positions_bits_depend_on_its_prefix_alone(checkpoint, weights, thread
 def test_float16_weights_stay_close_to_float32(checkpoint):
     tokens = tuple(random.Random(k).randrange(199) for k in range(60))
     chunk = Chunk(1, tokens, 0, (1, 2, 3, 4), None)
-    exact, half = (load_engine(checkpoint, 512, weights=kind).runner.all_logits(chunk) for kind in ("float32", "float16"))
+    exact, half = (
+        load_engine(checkpoint, 512, weights=kind).runner.all_logits(chunk) for kind in ("float32", "float16")
+    )
     assert 0 < abs(exact - half).max() < 0.02 * abs(exact).max()
 
 

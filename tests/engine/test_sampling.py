@@ -37,7 +37,9 @@ def test_frequencies_follow_the_probabilities():
     assert chi_square < 16.3  # 99.9 % of 3 degrees of freedom
 
 
-@pytest.mark.parametrize(("limits", "allowed"), [(dict(top_k=2), {0, 1}), (dict(top_p=0.7), {0, 1}), (dict(top_p=0.01), {0})])
+@pytest.mark.parametrize(
+    ("limits", "allowed"), [(dict(top_k=2), {0, 1}), (dict(top_p=0.7), {0, 1}), (dict(top_p=0.01), {0})]
+)
 def test_top_k_and_top_p_keep_the_likeliest(limits, allowed):
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
     assert {sample(logits, draw(index=i, **limits)) for i in range(500)} == allowed

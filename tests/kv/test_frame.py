@@ -51,7 +51,18 @@ def test_anything_else_is_refused_by_kind(change, kind):
 
 def test_a_header_that_lies_is_refused():
     fields = msgpack.unpackb(HEADER)
-    for position, lie in ((0, 2), (1, "other"), (4, 16), (4, -1), (5, 16), (5, 2**60), (6, []), (7, [b"x"]), (6, "x"), (3, {})):
+    for position, lie in (
+        (0, 2),
+        (1, "other"),
+        (4, 16),
+        (4, -1),
+        (5, 16),
+        (5, 2**60),
+        (6, []),
+        (7, [b"x"]),
+        (6, "x"),
+        (3, {}),
+    ):
         lied = list(fields)
         lied[position] = lie
         with pytest.raises(BadFrame):

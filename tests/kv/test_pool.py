@@ -123,7 +123,7 @@ def test_a_watch_tells_of_a_block_that_was_evicted_sealed_again_and_evicted_agai
 def test_a_slot_moves_only_as_the_table_allows():
     pool = BlockPool(2)
     with pytest.raises(AssertionError, match="cannot go from free to sealed"):
-        pool._seal(1, b"x", ROOT)
+        pool.seal(1, b"x", ROOT)
 
 
 class PoolMachine(RuleBasedStateMachine):

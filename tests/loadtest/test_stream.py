@@ -81,7 +81,11 @@ def test_failures_are_left_out_of_the_latencies_and_counted_by_kind():
     figures = {figure["figure"]: figure for figure in report.figures()}
     assert figures["ttft_p50"] == {"figure": "ttft_p50", "value": 2000.0, "unit": "ms", "n": 4}
     assert figures["output_throughput"]["value"] == 4.0
-    assert (figures["failed"]["value"], figures["failed_cut"]["value"], figures["failed_http_429"]["value"]) == (2, 1, 1)
+    assert (figures["failed"]["value"], figures["failed_cut"]["value"], figures["failed_http_429"]["value"]) == (
+        2,
+        1,
+        1,
+    )
     assert report.share_failed == pytest.approx(1 / 3)
 
 

@@ -25,6 +25,8 @@ def _leaves_nothing_held(request: pytest.FixtureRequest) -> Iterator[None]:
         running: Service = request.getfixturevalue("service")
         running.wait_idle()
         assert running.total("kvferry_request_events_total", event="worker_losses") == 0
+        failed = {key: value for key, value in running.metrics().items() if "fetch_failed_" in key and value}
+        assert not failed, "fetches fail on a quiet machine: answers are right, but computed twice"
 
 
 class CachedReference:

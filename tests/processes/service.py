@@ -64,7 +64,11 @@ class Service:
     @property
     def num_held(self) -> float:
         """Whatever is live anywhere: requests, sequences, slots."""
-        held = self.total("kvferry_requests") + self.total("kvferry_worker_sequences") + self.total("kvferry_worker_active")
+        held = (
+            self.total("kvferry_requests")
+            + self.total("kvferry_worker_sequences")
+            + self.total("kvferry_worker_active")
+        )
         return held + sum(self.total("kvferry_worker_slots", state=state) for state in ("live", "filling"))
 
     def wait_idle(self, timeout_s: float = 5) -> None:

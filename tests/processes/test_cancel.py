@@ -25,9 +25,7 @@ def raw_request(service, body, reset=False):
     """A socket with a request sent; leaving the body closes it with FIN, or RST."""
     host, _, port = service.url.removeprefix("http://").partition(":")
     content = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(head.encode() + content)
         yield connection
@@ -97,7 +95,10 @@ def test_a_dropped_grpc_call_ends_its_request(service, num_read):
     with grpc.insecure_channel(service.grpc) as channel:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
             generation_pb2.GenerateRequest(
-                token_ids=generation_pb2.TokenIds(ids=ids(30, num_read)), max_tokens=1000, temperature=0, ignore_eos=True
+                token_ids=generation_pb2.TokenIds(ids=ids(30, num_read)),
+                max_tokens=1000,
+                temperature=0,
+                ignore_eos=True,
             )
         )
         for _ in range(num_read):
@@ -114,6 +115,9 @@ def test_a_time_limit_ends_a_request_with_its_own_error(service):
     response = service.http.post("/v1/completions", json=body)
     assert response.status_code == 504
     assert response.json()["error"]["code"] == "deadline_exceeded"
-    with service.streaming(ids(50, "limit"), 1500, timeout_s=1.0) as events, pytest.raises(AssertionError, match="time limit"):
+    with (
+        service.streaming(ids(50, "limit"), 1500, timeout_s=1.0) as events,
+        pytest.raises(AssertionError, match="time limit"),
+    ):
         list(events)
     all_released_soon(service)

@@ -20,7 +20,11 @@ def ids(length: int, seed: object) -> list[int]:
 def ask_grpc(service, prompt, max_tokens, **fields):
     with grpc.insecure_channel(service.grpc) as channel:
         request = generation_pb2.GenerateRequest(
-            token_ids=generation_pb2.TokenIds(ids=prompt), max_tokens=max_tokens, temperature=0, ignore_eos=True, **fields
+            token_ids=generation_pb2.TokenIds(ids=prompt),
+            max_tokens=max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            **fields,
         )
         responses = list(generation_pb2_grpc.GenerationServiceStub(channel).Generate(request))
     assert responses[-1].HasField("summary")

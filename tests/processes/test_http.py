@@ -103,7 +103,10 @@ def test_unknown_models_paths_methods_and_types_have_openais_error_body(service)
     assert response.status_code == 415
     assert "application/json" in response.json()["error"]["message"]
     big = b'{"prompt": "' + b"x" * (9 * 1024 * 1024) + b'"}'
-    assert service.http.post("/v1/completions", content=big, headers={"content-type": "application/json"}).status_code == 413
+    assert (
+        service.http.post("/v1/completions", content=big, headers={"content-type": "application/json"}).status_code
+        == 413
+    )
 
 
 def test_harmless_fields_are_accepted_and_limits_have_their_defaults(service):
@@ -154,7 +157,11 @@ def test_the_models_and_health_routes(service):
         (dict(text="x", n=0), "INVALID_ARGUMENT", "n"),
         (dict(text="x", model="other"), "NOT_FOUND", "other"),
         (dict(chat=generation_pb2.Chat()), "INVALID_ARGUMENT", "messages"),
-        (dict(chat=generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="tool")])), "INVALID_ARGUMENT", "role"),
+        (
+            dict(chat=generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="tool")])),
+            "INVALID_ARGUMENT",
+            "role",
+        ),
     ],
 )
 def test_the_grpc_door_names_what_is_wrong(service, fields, code, named):
@@ -175,7 +182,9 @@ def test_the_grpc_door_tokenises_tells_its_model_and_is_described(service, text)
         assert list(stub.Tokenize(generation_pb2.TokenizeRequest(text="안녕")).token_ids) == text.encode("안녕")
         model = stub.GetModel(generation_pb2.GetModelRequest())
         assert (model.model, model.context_tokens, len(model.members)) == ("SmolLM2-135M-Instruct", CONTEXT, 2)
-        chat = generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="user", content="capital of South Korea?")])
+        chat = generation_pb2.Chat(
+            messages=[generation_pb2.ChatMessage(role="user", content="capital of South Korea?")]
+        )
         answer = list(stub.Generate(generation_pb2.GenerateRequest(chat=chat, temperature=0, max_tokens=40)))
         assert "Seoul" in "".join(one.text for one in answer)
         assert answer[-1].summary.instants_us["first_token"] > 0

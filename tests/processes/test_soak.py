@@ -42,7 +42,9 @@ def test_eight_long_streams_survive_the_death_of_a_decode_worker(model_directory
         with ThreadPoolExecutor(8) as pool:
             streams = [pool.submit(streamed, service, prompt, 300) for prompt in prompts]
             wait_until(
-                lambda: service.total("kvferry_worker_events_total", name="generated_tokens") > 400, 120, "50 tokens each"
+                lambda: service.total("kvferry_worker_events_total", name="generated_tokens") > 400,
+                120,
+                "50 tokens each",
             )
             service.signal("decode-1", signal.SIGKILL)
             for prompt, stream in zip(prompts, streams, strict=True):

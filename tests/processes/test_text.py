@@ -104,7 +104,12 @@ def test_the_openai_client_reads_answers_streams_and_errors(service, text):
     messages = [{"role": "user", "content": "What is the capital of South Korea?"}]
     whole = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=12)
     stream = client.chat.completions.create(
-        model=model, messages=messages, temperature=0, max_tokens=12, stream=True, stream_options={"include_usage": True}
+        model=model,
+        messages=messages,
+        temperature=0,
+        max_tokens=12,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
     roles = [chunk.choices[0].delta.role for chunk in chunks if chunk.choices]
@@ -117,4 +122,6 @@ def test_the_openai_client_reads_answers_streams_and_errors(service, text):
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="gpt-9", messages=messages)
     with pytest.raises(openai.BadRequestError, match="tools"):
-        client.chat.completions.create(model=model, messages=messages, tools=[{"type": "function", "function": {"name": "f"}}])
+        client.chat.completions.create(
+            model=model, messages=messages, tools=[{"type": "function", "function": {"name": "f"}}]
+        )

@@ -38,7 +38,8 @@ def test_the_stop_can_be_included():
 
 
 @given(
-    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.lists(st.text("abc", max_size=5), max_size=8)
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(st.text("abc", max_size=5), max_size=8),
 )
 def test_nothing_of_a_stop_goes_out_and_nothing_else_is_lost(stops, pieces):
     text, is_stopped = run(stops, pieces)
