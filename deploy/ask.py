@@ -11,6 +11,18 @@ from rich.table import Table
 from kvferry.errors import KvferryError, NoWorker
 from kvferry.shape import human_bytes
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Where `kvferry up` serves if it is not told otherwise."""
+
+
+def answers_at(url: str) -> bool:
+    """Whether a kvferry that is ready serves there."""
+    try:
+        response = httpx.get(f"{url}/health/ready", timeout=1.0, trust_env=False)
+        return response.status_code == 200 and "workers" in response.json()
+    except (httpx.HTTPError, ValueError):
+        return False
+
 
 async def ask(url: str, question: str, max_tokens: int | None, temperature: float, console: Console) -> dict[str, Any]:
     """Prints the answer as it comes and a table of numbers; returns the last chunk (usage and kvferry's numbers)."""

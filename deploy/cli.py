@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from deploy.ask import DEFAULT_URL, answers_at
 from deploy.local import LocalDeployment, LocalPlan
 from deploy.progress import ProgressLines, banner
 from kvferry.config import home
@@ -83,7 +84,10 @@ def run(
     temperature: Annotated[float, typer.Option(min=0, max=2)] = 0.0,
     kv_tokens: KvTokens = 0,
 ) -> None:
-    """Asks a question, streams the answer, and shows the numbers of its life."""
+    """Asks a running service (or starts one and stops it), streams the answer, and shows the numbers of its life."""
+    if url is None and model is None and answers_at(DEFAULT_URL):
+        url = DEFAULT_URL
+        notes.print(f"  asking the service at {url}")
     _run(_ask(question, url, model if url else model or _packaged_model(), max_tokens, temperature, kv_tokens))
 
 
@@ -143,6 +147,21 @@ def bench_load(
             raise typer.Exit(1)
 
     _run(_at_service(measure, url, model if url else model or _packaged_model(), prefill, decode))
+
+
+@bench_app.command("engine")
+def bench_engine(
+    model: Model = None,
+    weights: Weights = "float32",
+    threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
+    as_json: Json = False,
+) -> None:
+    """Steps of one engine on the peers' workloads, with the floor that this machine sets. Let nothing else run."""
+    from deploy.engine_report import print_engine_figures
+
+    directory = model or _packaged_model()
+    with _errors():
+        print_engine_figures(directory, weights, threads, as_json)
 
 
 @bench_app.command("exact")
