@@ -44,7 +44,9 @@ def test_a_mistake_is_named_in_one_line_without_a_traceback(arguments, named):
 
 def test_a_configuration_file_that_says_what_up_sets_itself_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(
-        json.dumps(dict(num_attention_heads=4, num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=199))
+        json.dumps(
+            dict(num_attention_heads=4, num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=199)
+        )
     )
     path = tmp_path / "kvferry.yaml"
     path.write_text("decode:\n  name: mine\n")
