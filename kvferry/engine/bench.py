@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import torch
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.load import load_engine
@@ -50,9 +50,9 @@ class Figure:
 
 
 def measure_ceilings() -> Ceilings:
-    """Reading 256 MiB (a sum), and a float32 product of 1024 rows (numpy's BLAS), each at its best of five."""
-    data = np.ones(64 * 1024 * 1024, np.float32)
-    left, right = np.ones((1024, 1024), np.float32), np.ones((1024, 1024), np.float32)
+    """Reading 256 MiB (a sum), and a float32 product of 1024 rows (torch's BLAS), each at its best of five."""
+    data = torch.ones(64 * 1024 * 1024)
+    left, right = torch.ones(1024, 1024), torch.ones(1024, 1024)
     return Ceilings(data.nbytes / _best(data.sum), 2 * 1024**3 / _best(lambda: left @ right))
 
 
@@ -68,6 +68,7 @@ def _best(work: object, times: int = 5) -> float:
 
 def measure(directory: Path, weights: str, num_threads: int) -> Iterator[Figure]:
     shape = read_shape(str(directory))
+    torch.set_num_threads(num_threads)
     ceilings = measure_ceilings()
     engine = load_engine(directory, 20 * 1024, num_threads=num_threads, weights=weights)
     for length in PREFILLS:

@@ -75,18 +75,28 @@ INLINE v16 load_weights(const void *panel, long index, int is_half) {
 
 INLINE v16 choose(i16 mask, v16 yes, v16 no) { return (v16)(((i16)yes & mask) | ((i16)no & ~mask)); }
 
-INLINE float sum(v16 v) {
-    float part[16];
-    store(part, v);
-    for (int step = 8; step; step /= 2)
-        for (int k = 0; k < step; k++) part[k] += part[k + step];
-    return part[0];
+// The lanes `step` further on, round the end: halves, quarters, pairs and neighbours meet in a fixed order.
+INLINE v16 turned(v16 v, int step) {
+    i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(v, (lanes + step) & 15);
 }
 
+INLINE float sum(v16 v) {
+    v += turned(v, 8);
+    v += turned(v, 4);
+    v += turned(v, 2);
+    v += turned(v, 1);
+    return v[0];
+}
+
+INLINE v16 larger(v16 a, v16 b) { return choose(a > b, a, b); }
+
 INLINE float largest(v16 v) {
-    float best = v[0];
-    for (int k = 1; k < 16; k++) best = v[k] > best ? v[k] : best;
-    return best;
+    v = larger(v, turned(v, 8));
+    v = larger(v, turned(v, 4));
+    v = larger(v, turned(v, 2));
+    v = larger(v, turned(v, 1));
+    return v[0];
 }
 
 // exp(x) = 2^n * 2^f with |f| <= 1/2 and a polynomial of degree 6 for 2^f; below -87 it is 0 for all purposes. NaN stays.
@@ -237,48 +247,69 @@ INLINE void attend(const float *const *query, float *const *out, const int *posi
         last = position[q] > last ? position[q] : last;
     }
     const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int start = 0; start <= last; start += 16) {
-        const float *keys = blocks + table[start / block] * block_stride + start % block;
-        const float *values = blocks + table[start / block] * block_stride + part + (long)(start % block) * width;
-        v16 scores[MAX_QUERIES];
-        for (int q = 0; q < count; q++) scores[q] = (v16){};
-        for (int d = 0; d < width; d++) {
-            v16 key = load(keys + (long)d * block);
-            for (int q = 0; q < count; q++) scores[q] += splat(query[q][d]) * key;
+    for (int pair = 0; pair <= last; pair += 32) {
+        // Two groups of sixteen keys at once keep the adders busy; each key's sum is the same as if it were alone. The next
+        // two are asked for meanwhile: blocks lie anywhere in memory.
+        int starts[2] = {pair, pair + 16 <= last ? pair + 16 : pair};
+        int ahead = pair + 32 <= last ? pair + 32 : pair, beyond = pair + 48 <= last ? pair + 48 : ahead;
+        const float *next[2] = {blocks + table[ahead / block] * block_stride, blocks + table[beyond / block] * block_stride};
+        const float *keys[2], *all_values[2];
+        for (int g = 0; g < 2; g++) {
+            const float *at = blocks + table[starts[g] / block] * block_stride;
+            keys[g] = at + starts[g] % block;
+            all_values[g] = at + part + (long)(starts[g] % block) * width;
         }
-        for (int q = 0; q < count; q++) {
-            int seen = position[q] - start + 1;
-            if (seen <= 0) continue;
-            seen = seen < 16 ? seen : 16;
-            v16 score = scores[q] * splat(scale);
-            i16 is_seen = lanes < (lanes - lanes + seen);
-            score = choose(is_seen, score, splat(-__builtin_inff()));
-            float highest = largest(score);
-            float next = highest > best[q] ? highest : best[q];
-            v16 weights = exponential(score - splat(next));
-            weights = choose(is_seen, weights, (v16){});
-            if (next > best[q]) {
-                v16 rescale = exponential(splat(best[q] - next));
-                total[q] *= rescale[0];
-                for (int d = 0; d < width; d += 16) store(out[q] + d, load(out[q] + d) * rescale);
+        v16 scores[2][MAX_QUERIES];
+        for (int q = 0; q < count; q++) scores[0][q] = scores[1][q] = (v16){};
+        for (int d = 0; d < width; d++) {
+            v16 first = load(keys[0] + (long)d * block), second = load(keys[1] + (long)d * block);
+            for (int q = 0; q < count; q++) {
+                v16 value = splat(query[q][d]);
+                scores[0][q] += value * first;
+                scores[1][q] += value * second;
             }
-            best[q] = next;
-            total[q] += sum(weights);
-            float weight[16];
-            store(weight, weights);
-            for (int d = 0; d + 64 <= width; d += 64) {
-                v16 a = load(out[q] + d), b = load(out[q] + d + 16), c = load(out[q] + d + 32), e = load(out[q] + d + 48);
-                for (int j = 0; j < seen; j++) {
-                    const float *value = values + (long)j * width + d;
-                    v16 w = splat(weight[j]);
-                    a += w * load(value), b += w * load(value + 16), c += w * load(value + 32), e += w * load(value + 48);
+            __builtin_prefetch(next[0] + ahead % block + (long)d * block, 0, 2);
+            __builtin_prefetch(next[0] + part + (long)(ahead % block) * width + (long)d * 16, 0, 2);
+            __builtin_prefetch(next[1] + beyond % block + (long)d * block, 0, 2);
+            __builtin_prefetch(next[1] + part + (long)(beyond % block) * width + (long)d * 16, 0, 2);
+        }
+        for (int g = 0; g < 2 && starts[g] == pair + 16 * g; g++) {
+            int start = starts[g];
+            const float *values = all_values[g];
+            for (int q = 0; q < count; q++) {
+                int seen = position[q] - start + 1;
+                if (seen <= 0) continue;
+                seen = seen < 16 ? seen : 16;
+                v16 score = scores[g][q] * splat(scale);
+                i16 is_seen = lanes < (lanes - lanes + seen);
+                score = choose(is_seen, score, splat(-__builtin_inff()));
+                float highest = largest(score);
+                float next = highest > best[q] ? highest : best[q];
+                v16 weights = exponential(score - splat(next));
+                weights = choose(is_seen, weights, (v16){});
+                if (next > best[q]) {
+                    v16 rescale = exponential(splat(best[q] - next));
+                    total[q] *= rescale[0];
+                    for (int d = 0; d < width; d += 16) store(out[q] + d, load(out[q] + d) * rescale);
                 }
-                store(out[q] + d, a), store(out[q] + d + 16, b), store(out[q] + d + 32, c), store(out[q] + d + 48, e);
-            }
-            for (int d = width / 64 * 64; d < width; d += 16) {
-                v16 a = load(out[q] + d);
-                for (int j = 0; j < seen; j++) a += splat(weight[j]) * load(values + (long)j * width + d);
-                store(out[q] + d, a);
+                best[q] = next;
+                total[q] += sum(weights);
+                float weight[16];
+                store(weight, weights);
+                for (int d = 0; d + 64 <= width; d += 64) {
+                    v16 a = load(out[q] + d), b = load(out[q] + d + 16), c = load(out[q] + d + 32), e = load(out[q] + d + 48);
+                    for (int j = 0; j < seen; j++) {
+                        const float *value = values + (long)j * width + d;
+                        v16 w = splat(weight[j]);
+                        a += w * load(value), b += w * load(value + 16), c += w * load(value + 32), e += w * load(value + 48);
+                    }
+                    store(out[q] + d, a), store(out[q] + d + 16, b), store(out[q] + d + 32, c), store(out[q] + d + 48, e);
+                }
+                for (int d = width / 64 * 64; d < width; d += 16) {
+                    v16 a = load(out[q] + d);
+                    for (int j = 0; j < seen; j++) a += splat(weight[j]) * load(values + (long)j * width + d);
+                    store(out[q] + d, a);
+                }
             }
         }
     }
