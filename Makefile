@@ -25,14 +25,14 @@ up: $(STAMP)
 stubs: $(STAMP)
 	$(BIN)/python -m kvferry.rpc.generate
 	$(BIN)/python -m kvferry.rpc.generate --check
-	$(BIN)/buf lint proto
+	$(BIN)/buf lint
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m kvferry.rpc.generate --check
-	$(BIN)/buf lint proto
+	$(BIN)/buf lint
 
 clean:
 	rm -rf $(VENV)
