@@ -36,7 +36,8 @@ def banner(deployment: LocalDeployment) -> str:
     tokens = deployment.kv_tokens
     num_prefill, num_decode = len(deployment.of("prefill")), len(deployment.of("decode"))
     length = min(REQUEST_TOKENS, tokens)
-    body = {"model": router["model"], "messages": [{"role": "user", "content": "What is the capital of South Korea?"}]}
+    question = {"role": "user", "content": "What is the capital of South Korea?"}
+    body = {"model": router["model"], "messages": [question], "temperature": 0}
     lines = [
         "",
         "kvferry is ready",
