@@ -17,15 +17,18 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.engine.budget import StepBudget
-from kvferry.engine.plan import Chunk, Draw, Plan, StepResult
+from kvferry.engine.plan import Chunk, Draw, Plan, Scoring, StepResult
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import PoolExhausted
 from kvferry.kv.pool import BlockPool
-from kvferry.messages import ChoiceEndReason, Sampling, Source
+from kvferry.messages import ChoiceEndReason, Sampling, Source, TokenLogprobs
 from kvferry.worker.counters import Counters
 
 GROWTH_MARGIN_BLOCKS = 4
 """Reserved beyond what a sequence has now, so that running sequences rarely need a slot in the middle of a step."""
+
+MAX_SCORED_TOKENS = 128
+"""Positions of a prompt whose log-probabilities are wanted, in one step."""
 
 
 class State(Enum):
@@ -62,6 +65,7 @@ class Choice:
         sources: tuple[Source, ...] = (),
         priority: int = 0,
         deadline_s: float | None = None,
+        num_scored: int = 0,
     ):
         self.key, self.choice, self.sequence, self.sampling = key, choice, sequence, sampling
         self.num_prompt_tokens = num_prompt_tokens
@@ -76,7 +80,13 @@ class Choice:
         self.num_tries_at_source = 0
         self.num_high_water = 0  # tokens that had KV before a preemption
         self.num_local_tokens = 0
+        self.num_scored = min(num_scored, num_prompt_tokens)
         self.tail_planned_s: float | None = None
+
+    @property
+    def is_scoring(self) -> bool:
+        """Log-probabilities of the prompt are still wanted: every position of it must pass through a step."""
+        return self.sampling.num_prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens
 
     @property
     def index(self) -> int:
@@ -110,6 +120,16 @@ class Token:
     choice: Choice
     index: int
     token: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities of a choice's prompt tokens from `position` on."""
+
+    choice: Choice
+    position: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +139,7 @@ class Ended:
     detail: str = ""
 
 
-Event = Token | Ended
+Event = Token | Scored | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +173,7 @@ class DecodeScheduler:
         """It waits for its slots; one that can never fit ends at once as TOO_LARGE."""
         choice.arrival = choice.sequence.sequence_id
         self._choices[choice.sequence.sequence_id] = choice
-        num_kv_tokens = choice.num_prompt_tokens + choice.sampling.max_tokens - 1
+        num_kv_tokens = choice.num_prompt_tokens + max(choice.sampling.max_tokens - 1, 0)
         limit = min(self._limits.context_tokens, self._pool.num_slots * self._block_size)
         if num_kv_tokens > limit:
             detail = f"{num_kv_tokens} tokens of prompt and answer, at most {limit} fit"
@@ -225,14 +245,25 @@ class DecodeScheduler:
                 self._end(choice, ChoiceEndReason.ENGINE_ERROR, result.failures[chunk.sequence_id])
                 continue
             choice.sequence.computed(chunk.start + len(chunk.tokens))
+            if chunk.scoring is not None:
+                self._take_scores(choice, chunk.start + 1, result.scores[chunk.sequence_id])
             if chunk.draw is not None:
-                self._take_token(choice, result.tokens[chunk.sequence_id])
+                self._take_token(choice, result.tokens[chunk.sequence_id], result.logprobs.get(chunk.sequence_id))
+            elif not choice.sampling.max_tokens and chunk.start + len(chunk.tokens) == len(choice.sequence.tokens):
+                self._end(choice, ChoiceEndReason.LENGTH)
         num_catching_up = sum(len(chunk.tokens) for chunk in plan.chunks if len(chunk.tokens) > 1)
         if not result.failures and 2 * num_catching_up > plan.num_tokens:
             self._budget.measured(plan.num_tokens, result.duration_s)
 
-    def _take_token(self, choice: Choice, token: int) -> None:
-        self._events.append(Token(choice, choice.index, token))
+    def _take_scores(self, choice: Choice, position: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """After a preemption the same positions come again: only new ones are told."""
+        new = logprobs[max(choice.num_scored - position, 0) :]
+        if new:
+            self._events.append(Scored(choice, position + len(logprobs) - len(new), new))
+        choice.num_scored = max(choice.num_scored, position + len(logprobs))
+
+    def _take_token(self, choice: Choice, token: int, logprobs: TokenLogprobs | None) -> None:
+        self._events.append(Token(choice, choice.index, token, logprobs))
         choice.sequence.append(token)
         if token in choice.sampling.stop_token_ids:
             self._end(choice, ChoiceEndReason.STOP)
@@ -254,7 +285,7 @@ class DecodeScheduler:
         wanted = len(sequence.tokens) + min(choice.sampling.max_tokens - choice.index - 1, margin)
         wanted = min(max(wanted, len(sequence.tokens)), self._limits.context_tokens)
         try:
-            adopted = sequence.start(wanted, sequence.num_blocks_before_tail)
+            adopted = sequence.start(wanted, 0 if choice.is_scoring else sequence.num_blocks_before_tail)
         except PoolExhausted:
             return False
         if not choice.num_high_water:
@@ -270,6 +301,9 @@ class DecodeScheduler:
     def _look_again(self, choice: Choice) -> None:
         """A choice in FETCHING that has no fetch of its own: run, wait for somebody else's, or open one."""
         if choice.fetch is not None:
+            return
+        if choice.is_scoring:
+            choice.move(State.RUNNING)
             return
         sequence = choice.sequence
         self._adopt(choice)
@@ -325,7 +359,8 @@ class DecodeScheduler:
             sequence = choice.sequence
             if len(sequence.tokens) - sequence.num_computed <= 1 or left <= 0:
                 continue
-            self._adopt(choice)
+            if not choice.is_scoring:
+                self._adopt(choice)
             target = self._catch_up_target(choice, left, claimed)
             if target > sequence.num_computed and self._ensure_slots(choice, target):
                 if target == len(sequence.tokens) and choice.tail_planned_s is None:
@@ -336,6 +371,8 @@ class DecodeScheduler:
     def _catch_up_target(self, choice: Choice, left: int, claimed: set[bytes]) -> int:
         """The end of the tokens if it is within reach, else a block's edge; whole blocks before it are claimed."""
         sequence, size = choice.sequence, self._block_size
+        if choice.is_scoring:  # no sharing, and bounded: the output layer runs for each of its positions
+            return min(len(sequence.tokens), sequence.num_computed + min(left, MAX_SCORED_TOKENS))
         target = min(len(sequence.tokens), sequence.num_computed + left)
         if target < len(sequence.tokens):
             target = min(max(target // size, sequence.num_sealed_blocks + 1) * size, len(sequence.tokens))
@@ -347,14 +384,23 @@ class DecodeScheduler:
         return target
 
     def _chunk(self, choice: Choice, target: int) -> Chunk:
-        sequence, sampling = choice.sequence, choice.sampling
-        draw = None
-        if target == len(sequence.tokens):
-            draw = Draw(
-                sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, choice.choice, choice.index
-            )
-        tokens = tuple(sequence.tokens[sequence.num_computed : target])
-        return Chunk(sequence.sequence_id, tokens, sequence.num_computed, sequence.cover(target), draw)
+        sequence, start = choice.sequence, choice.sequence.num_computed
+        draw = self._draw(choice) if target == len(sequence.tokens) and choice.sampling.max_tokens else None
+        scoring = None
+        if choice.is_scoring:
+            assert choice.sampling.num_prompt_logprobs is not None
+            targets = tuple(sequence.tokens[start + 1 : min(target + 1, choice.num_prompt_tokens)])
+            scoring = Scoring(targets, choice.sampling.num_prompt_logprobs)
+        tokens = tuple(sequence.tokens[start:target])
+        return Chunk(sequence.sequence_id, tokens, start, sequence.cover(target), draw, scoring)
+
+    @staticmethod
+    def _draw(choice: Choice) -> Draw:
+        if not choice.sampling.has_penalties:
+            return Draw(choice.sampling, choice.choice, choice.index)
+        tokens = tuple(choice.sequence.tokens)
+        history = tokens[: choice.num_prompt_tokens], tokens[choice.num_prompt_tokens :]
+        return Draw(choice.sampling, choice.choice, choice.index, *history)
 
     def _ensure_slots(self, choice: Choice, target: int) -> bool:
         """Reserves what is lacking, preempting the youngest if need be; False if that was the choice itself."""

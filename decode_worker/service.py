@@ -7,7 +7,7 @@ opened is aborted between two steps. Fetches run in the service's own task group
 import asyncio
 from dataclasses import dataclass, field
 
-from decode_worker.scheduler import Choice, DecodeScheduler, Ended, FetchOrder, Token
+from decode_worker.scheduler import Choice, DecodeScheduler, Ended, FetchOrder, Scored, Token
 from kvferry.bell import Bell
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import FetchFailed, InvalidRequest
@@ -22,6 +22,7 @@ from kvferry.messages import (
     FetchFailureKind,
     FetchOpen,
     NewTokens,
+    PromptLogprobs,
     RequestCancel,
     RequestOpen,
     RouterMessage,
@@ -61,15 +62,18 @@ class _Session:
         self.requests: dict[int, _Request] = {}
         self.is_open = True
         self.tokens: list[NewTokens] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
         self.starts: list[StartReport] = []
         self.ends: list[ChoiceEnd] = []
         self.has_news = Bell()
 
     def take_output(self, step: int) -> StepOutput | None:
-        if not (self.tokens or self.ends):
+        if not (self.tokens or self.prompt_logprobs or self.ends):
             return None
-        output = StepOutput(step, tuple(self.tokens), tuple(self.starts), tuple(self.ends))
-        self.tokens, self.starts, self.ends = [], [], []
+        output = StepOutput(
+            step, tuple(self.tokens), tuple(self.prompt_logprobs), tuple(self.starts), tuple(self.ends)
+        )
+        self.tokens, self.prompt_logprobs, self.starts, self.ends = [], [], [], []
         return output
 
 
@@ -168,6 +172,7 @@ class DecodeService:
                 opening.sources,
                 opening.priority,
                 deadline_s,
+                num_scored=0 if start is opening.choices[0] else len(opening.prompt_tokens),
             )
             request.choices[start.choice] = choice
             self._scheduler.admit(choice)
@@ -184,10 +189,13 @@ class DecodeService:
             return f"prompt_tokens: {longest} tokens, this worker's limit is {self._identity.context_tokens}"
         if len({start.choice for start in opening.choices}) != len(opening.choices):
             return "choices: a choice is named twice"
-        if any(len(start.emitted_tokens) >= sampling.max_tokens for start in opening.choices):
+        if any(len(start.emitted_tokens) >= max(sampling.max_tokens, 1) for start in opening.choices):
             return "max_tokens: a choice has all of its tokens already"
-        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
-            return "temperature must not be negative, top_p must be in (0, 1]"
+        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.repetition_penalty > 0):
+            return "temperature must not be negative, top_p must be in (0, 1], repetition_penalty above 0"
+        named = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
+        if max(named, default=0) >= vocabulary:
+            return f"stop_token_ids, logit_bias: {max(named)} is not in the vocabulary of {vocabulary}"
         return ""
 
     def _cancel(self, session: _Session, cancel: RequestCancel) -> None:
@@ -213,6 +221,9 @@ class DecodeService:
             assert isinstance(request, _Request)
             if isinstance(event, Token):
                 self._tell_token(request, event)
+            elif isinstance(event, Scored):
+                number, attempt = request.opening.number, request.opening.attempt
+                request.session.prompt_logprobs.append(PromptLogprobs(number, attempt, event.position, event.logprobs))
             else:
                 self._tell_end(request, event)
             touched.add(request.session)
@@ -232,8 +243,9 @@ class DecodeService:
         if not request.has_started:
             request.has_started = True
             session.starts.append(self._start_report(request, event.choice))
+        logprobs = () if event.logprobs is None else (event.logprobs,)
         session.tokens.append(
-            NewTokens(opening.number, opening.attempt, event.choice.choice, event.index, (event.token,))
+            NewTokens(opening.number, opening.attempt, event.choice.choice, event.index, (event.token,), logprobs)
         )
 
     def _tell_end(self, request: _Request, event: Ended) -> None:

@@ -21,19 +21,49 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a choice's tokens are chosen and when it ends."""
+    """How a choice's tokens are chosen and when it ends. Applied in the order of kvferry/engine/sampling.py."""
 
     seed: int
     """The random number of a token is a pure function of (seed, choice, index)."""
     max_tokens: int
-    """Counted from index 0, over all attempts."""
+    """Counted from index 0, over all attempts. 0: nothing is sampled, the prompt is only computed."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
     """0 keeps all."""
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one's probability are left out."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """Both over the tokens that the choice has yielded."""
+    repetition_penalty: float = 1.0
+    """Over the tokens of the prompt, too."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    """Stop tokens cannot be drawn before."""
     stop_token_ids: tuple[int, ...] = ()
     """A choice ends with the first of these that it yields."""
+    num_logprobs: int | None = None
+    """None: no log-probabilities; else those of the yielded tokens and of so many of the likeliest."""
+    num_prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one place, of the model's own distribution: before bias, penalties and temperature."""
+
+    logprob: float
+    """Of the token that stands there; always finite."""
+    rank: int
+    """Its place among all tokens; 1 is the likeliest."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +138,18 @@ class NewTokens:
     index: int
     """Of the first of the tokens, within the choice."""
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, if asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of the prompt's tokens from `position` on. The first token of a prompt (position 0) has none."""
+
+    number: int
+    attempt: int
+    position: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +188,7 @@ class StepOutput:
 
     step: int
     tokens: tuple[NewTokens, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     starts: tuple[StartReport, ...] = ()
     ends: tuple[ChoiceEnd, ...] = ()
 

@@ -26,6 +26,7 @@ from kvferry.messages import (
     ChoiceEnd,
     ChoiceEndReason,
     NewTokens,
+    PromptLogprobs,
     RequestCancel,
     RequestOpen,
     Role,
@@ -152,7 +153,7 @@ class Dispatcher:
         limit = self.max_kv_tokens
         if limit is None or not self.is_ready:
             raise NoWorker("no decode worker is ready: the decode pool is empty; try again shortly", retry_after_s=2)
-        num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens - 1
+        num_tokens = len(request.prompt_tokens) + max(request.sampling.max_tokens - 1, 0)
         if num_tokens > limit:
             raise InvalidRequest(
                 f"the prompt has {len(request.prompt_tokens)} tokens and may be answered with up to "
@@ -199,11 +200,13 @@ class Dispatcher:
         )
         decode = [self._snapshot(m, block_ids) for m in self.members.of(Role.DECODE) if m.is_attached]
         prefill = [self._snapshot(m, block_ids) for m in self.members.of(Role.PREFILL)]
+        if live.wants_prompt_logprobs:
+            prefill = []  # every position passes through the decode worker's steps: nothing to fetch
         return place(demand, decode, prefill, self.limits.local_tokens)
 
     @staticmethod
     def _num_kv_tokens(live: Live) -> int:
-        return len(live.request.prompt_tokens) + live.request.sampling.max_tokens - 1
+        return len(live.request.prompt_tokens) + max(live.request.sampling.max_tokens - 1, 0)
 
     def _snapshot(self, member: Member, block_ids: list[bytes]) -> WorkerSnapshot:
         return WorkerSnapshot(
@@ -242,7 +245,7 @@ class Dispatcher:
                 attempt=attempt,
                 prompt_tokens=request.prompt_tokens,
                 choices=starts,
-                sampling=request.sampling,
+                sampling=live.sampling,
                 salt=request.salt,
                 sources=self._addresses(placement.source_ids),
                 holders=self._addresses(placement.holder_ids),
@@ -313,6 +316,8 @@ class Dispatcher:
             if live is not None:
                 live.started(report)
                 self._release_prefill(live, self._placed[live.number])
+        for scored in output.prompt_logprobs:
+            self._take_prompt_logprobs(member, scored)
         for new in output.tokens:
             self._take_tokens(member, new)
         for end in output.ends:
@@ -333,9 +338,7 @@ class Dispatcher:
         was_open = [choice.choice for choice in live.journal.choices if choice.finish is None]
         acceptance = live.journal.accept(new)
         if acceptance is Acceptance.GAP:
-            logger.error("%s skipped an index of request %d: placing it again", member.worker_id, live.number)
-            self._cancel_on_worker(live)
-            self._queue_again(live)
+            self._skipped(member, live)
             return
         live.instants_s["last_token"] = self._now() - live.accepted_s
         live.changed.ring()
@@ -344,6 +347,16 @@ class Dispatcher:
         elif new.choice in was_open and live.journal.choices[new.choice].finish is not None:
             self._cancel_on_worker(live, (new.choice,))
 
+    def _take_prompt_logprobs(self, member: Member, new: PromptLogprobs) -> None:
+        live = self._current(member, new.number, new.attempt)
+        if live is not None and live.journal.accept_prompt(new) is Acceptance.GAP:
+            self._skipped(member, live)
+
+    def _skipped(self, member: Member, live: Live) -> None:
+        logger.error("%s skipped an index of request %d: placing it again", member.worker_id, live.number)
+        self._cancel_on_worker(live)
+        self._queue_again(live)
+
     def _take_end(self, member: Member, end: ChoiceEnd) -> None:
         live = self._current(member, end.number, end.attempt)
         if live is None:
@@ -351,7 +364,12 @@ class Dispatcher:
         finished = end.choice < len(live.journal.choices) and live.journal.choices[end.choice].finish is not None
         if finished:
             return
-        if end.reason is ChoiceEndReason.UNPLACED:
+        if end.reason is ChoiceEndReason.LENGTH and not live.request.sampling.max_tokens:
+            live.journal.choices[end.choice].end_without_tokens()
+            live.changed.ring()
+            if live.journal.is_done:
+                self._end(live, LiveState.FINISHED)
+        elif end.reason is ChoiceEndReason.UNPLACED:
             live.failed_worker_ids |= set(end.failed_source_ids)
             self.counters["unplaced"] += 1
             self._cancel_on_worker(live)

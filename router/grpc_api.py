@@ -7,26 +7,51 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from kvferry.errors import InvalidRequest, KvferryError
 from kvferry.messages import PROTOCOL_VERSION
+from kvferry.rpc.converter import logprobs_to_wire
 from kvferry.rpc.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.dispatcher import Dispatcher
 from router.journal import Delta, FinishReason
 from router.live import Live, deltas_of
-from router.openai_request import Body, Message
+from router.openai_request import MAX_LOGPROBS, Body, Message
 from router.request import GenerationRequest, Summary
 from router.request_maker import RequestMaker, salt_of
 
 SERVICE = "kvferry.v1.GenerationService"
 HEALTH_INTERVAL_S = 0.5
-OPTIONAL = ("max_tokens", "temperature", "top_k", "top_p", "seed", "n")
+OPTIONAL = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "seed",
+    "n",
+)
 FINISH = {
     None: generation_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
 }
+
+
+class GrpcBody(Body):
+    """The fields that have another form than over HTTP."""
+
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    """0 with `num_prompt_logprobs` only."""
+    wanted_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.wanted_logprobs
 
 
 class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
@@ -56,6 +81,9 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             async for numbered in deltas_of((live,)):
                 for one in numbered:
                     await context.write(_piece(one.delta))
+            if live.journal.prompt_logprobs:
+                prompt = logprobs_to_wire(live.journal.prompt_logprobs)
+                await context.write(generation_pb2.GenerateResponse(prompt_logprobs=prompt))
             await context.write(generation_pb2.GenerateResponse(summary=_summary(live.summary())))
         except KvferryError as error:
             await context.abort(grpc.StatusCode[error.grpc_code], error.message)
@@ -93,7 +121,10 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
         self._maker.check_model(request.model)
         fields: dict[str, Any] = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}  # type: ignore[arg-type]
         try:
-            body = Body(
+            body = GrpcBody(
+                wanted_logprobs=request.num_logprobs if request.HasField("num_logprobs") else None,
+                prompt_logprobs=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
+                logit_bias={str(token): bias for token, bias in request.logit_bias.items()},
                 stop=list(request.stop),
                 stop_token_ids=list(request.stop_token_ids),
                 ignore_eos=request.ignore_eos,
@@ -106,7 +137,10 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             name = str(fault["loc"][0])
+            name = {"wanted_logprobs": "num_logprobs", "prompt_logprobs": "num_prompt_logprobs"}.get(name, name)
             raise InvalidRequest(f"{name}: {fault['msg']}", name) from error
+        if body.max_tokens == 0 and body.prompt_logprobs is None:
+            raise InvalidRequest("max_tokens is 0: only with num_prompt_logprobs is there an answer", "max_tokens")
         tokens, param = await self._tokens(request)
         return self._maker.make(tokens, body, body.max_tokens, param, salt_of(body.cache_salt, api_key))
 
@@ -139,7 +173,11 @@ def _api_key(context: Any) -> str | None:
 
 def _piece(delta: Delta) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(
-        choice=delta.choice, text=delta.text, token_ids=delta.token_ids, finish_reason=FINISH[delta.finish]
+        choice=delta.choice,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        finish_reason=FINISH[delta.finish],
+        logprobs=logprobs_to_wire(delta.logprobs),
     )
 
 

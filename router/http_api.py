@@ -7,6 +7,7 @@ after which the stream ends without `[DONE]`.
 
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -29,7 +30,7 @@ from kvferry.racing import until_first
 from router.dispatcher import Dispatcher
 from router.live import Live, deltas_of, wait_all
 from router.metrics import RouterMetrics
-from router.openai_answer import DONE, AnswerShape, error_body, event, server_timing
+from router.openai_answer import DONE, AnswerShape, ChoiceShape, error_body, event, server_timing
 from router.openai_request import Body, ChatBody, CompletionBody, parse_body
 from router.request import GenerationRequest
 from router.request_maker import RequestMaker, salt_of
@@ -66,7 +67,7 @@ class HttpApi:
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         made = self._maker.make(tokens, body, limit, "messages", _salt(request, body), name)
-        return await self._answer(request, body, [made], is_chat=True)
+        return await self._answer(request, body, [made])
 
     async def completions(self, request: Request) -> Response:
         body = parse_body(CompletionBody, await _read_body(request))
@@ -75,11 +76,15 @@ class HttpApi:
         made: list[GenerationRequest] = []
         for prompt in body.prompts:
             tokens = prompt if isinstance(prompt, list) else await self._maker.encode_text(prompt, "prompt")
-            made.append(self._maker.make(tokens, body, limit, "prompt", _salt(request, body)))
-        return await self._answer(request, body, made, is_chat=False)
+            one = self._maker.make(tokens, body, limit, "prompt", _salt(request, body))
+            made.append(replace(one, echo=self._echo(prompt)) if body.echo else one)
+        return await self._answer(request, body, made)
 
-    async def _answer(self, request: Request, body: Body, made: list[GenerationRequest], is_chat: bool) -> Response:
-        shape = AnswerShape.new(is_chat, self._maker.defaults.model_name, bool(body.return_token_ids))
+    def _echo(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._maker.text.decode_with_special(prompt)
+
+    async def _answer(self, request: Request, body: Body, made: list[GenerationRequest]) -> Response:
+        shape = AnswerShape.new(self._maker.defaults.model_name, self._maker.text, body)
         lives = self._submit(made)
         if body.stream:
             return StreamedAnswer(lives, shape, body.includes_usage, self._dispatcher)
@@ -184,17 +189,14 @@ class StreamedAnswer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        started: set[int] = set()
+        owners = [live for live in self._lives for _ in live.journal.choices]
+        choices = [ChoiceShape(self._shape, index, live) for index, live in enumerate(owners)]
         async for numbered in deltas_of(self._lives):
-            chunks: list[bytes] = []
-            for one in numbered:
-                delta = one.delta
-                if not (delta.text or delta.finish or (self._shape.returns_token_ids and delta.token_ids)):
-                    continue  # half a character, or text that may begin a stop string
-                chunks.append(self._shape.chunk(one.index, delta, one.index not in started, self._includes_usage))
-                started.add(one.index)
-            if chunks:
-                yield b"".join(chunks)
+            pieces = [
+                choices[one.index].piece(one.delta) for one in numbered if choices[one.index].is_worth_sending(one.delta)
+            ]
+            if pieces:
+                yield b"".join(self._shape.chunk(piece, self._includes_usage) for piece in pieces)
         if self._includes_usage:
             yield self._shape.usage_chunk(self._lives) + DONE
         else:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.messages import ChoiceStart, NewTokens, Sampling
+from kvferry.messages import ChoiceStart, NewTokens, PromptLogprobs, Sampling, TokenLogprobs
 from kvferry.text.decoding import TextStream
 from kvferry.text.stops import StopStrings
 
@@ -36,24 +36,29 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     finish: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of the tokens, if asked for."""
 
 
 class ChoiceJournal:
     def __init__(self, choice: int, sampling: Sampling, text: TextStream, stops: StopStrings | None):
         self.choice = choice
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.finish: FinishReason | None = None
         self._sampling, self._text, self._stops = sampling, text, stops
         self._pieces: list[str] = []  # piece k became final with token k; one more holds the rest, once finished
 
-    def append(self, token: int) -> None:
+    def append(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         self.tokens.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         if token in self._sampling.stop_token_ids:
             self._pieces.append("")
             self._end(FinishReason.STOP)
             return
         piece = self._text.push(token)
-        if self._stops is not None:
+        if self._stops is not None and len(self.tokens) > self._sampling.min_tokens:
             cut = self._stops.push(piece)
             piece = cut.text
             if cut.is_stopped:
@@ -64,10 +69,15 @@ class ChoiceJournal:
         if len(self.tokens) >= self._sampling.max_tokens:
             self._end(FinishReason.LENGTH)
 
+    def end_without_tokens(self) -> None:
+        """Nothing was to be sampled, and the prompt has been computed."""
+        if self.finish is None:
+            self._end(FinishReason.LENGTH)
+
     def _end(self, finish: FinishReason) -> None:
         """The rest of the text: it may hold a stop string itself."""
         rest = self._text.flush()
-        if self._stops is not None:
+        if self._stops is not None and len(self.tokens) > self._sampling.min_tokens:
             cut = self._stops.push(rest)
             rest = cut.text if cut.is_stopped else cut.text + self._stops.flush()
             finish = FinishReason.STOP if cut.is_stopped else finish
@@ -83,7 +93,8 @@ class ChoiceJournal:
         if position >= len(self._pieces):
             return None, position
         text = "".join(self._pieces[position:])
-        return Delta(self.choice, text, tuple(self.tokens[position:]), self.finish), len(self._pieces)
+        tokens, logprobs = tuple(self.tokens[position:]), tuple(self.logprobs[position:])
+        return Delta(self.choice, text, tokens, self.finish, logprobs), len(self._pieces)
 
 
 class Journal:
@@ -98,6 +109,8 @@ class Journal:
         is_stop_included: bool = False,
     ):
         self.attempt = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Of the prompt's tokens from the second on, as far as they have come."""
         self.choices = [
             ChoiceJournal(k, sampling, new_text(), StopStrings(stops, is_stop_included) if stops else None)
             for k in range(num_choices)
@@ -130,9 +143,20 @@ class Journal:
             return Acceptance.GAP if choice.finish is None else Acceptance.STALE
         fresh = new.token_ids[len(choice.tokens) - new.index :]
         is_new = False
-        for token in fresh:
+        logprobs = new.logprobs[len(choice.tokens) - new.index :] or (None,) * len(fresh)
+        for token, of_token in zip(fresh, logprobs, strict=True):
             if choice.finish is not None:
                 break
-            choice.append(token)
+            choice.append(token, of_token)
             is_new = True
         return Acceptance.NEW if is_new else Acceptance.STALE
+
+    def accept_prompt(self, new: PromptLogprobs) -> Acceptance:
+        if new.attempt != self.attempt:
+            return Acceptance.STALE
+        skipped = new.position - 1 - len(self.prompt_logprobs)
+        if skipped > 0:
+            return Acceptance.GAP
+        fresh = new.logprobs[-skipped:] if skipped else new.logprobs
+        self.prompt_logprobs += fresh
+        return Acceptance.NEW if fresh else Acceptance.STALE

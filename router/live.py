@@ -1,13 +1,13 @@
 """A live request: its journal, where it is, and the instants of its life. Owned by the dispatcher, read by the front doors."""
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvferry.bell import Bell
 from kvferry.errors import KvferryError
 from kvferry.kv.block_id import chain
-from kvferry.messages import StartReport
+from kvferry.messages import Sampling, StartReport
 from kvferry.text.model_text import ModelText
 from router.journal import Delta, Journal
 from router.request import GenerationRequest, Summary
@@ -66,6 +66,18 @@ class Live:
     def longest_tokens(self) -> int:
         """Prompt and emitted tokens of the longest choice."""
         return len(self.request.prompt_tokens) + max(len(choice.tokens) for choice in self.journal.choices)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Some are still lacking."""
+        lacking = len(self.request.prompt_tokens) - 1 - len(self.journal.prompt_logprobs)
+        return self.request.sampling.num_prompt_logprobs is not None and lacking > 0
+
+    @property
+    def sampling(self) -> Sampling:
+        """For the next attempt: what has come is not asked for again."""
+        sampling = self.request.sampling
+        return sampling if self.wants_prompt_logprobs else replace(sampling, num_prompt_logprobs=None)
 
     def move(self, state: LiveState) -> None:
         if (self.state, state) not in TRANSITIONS:

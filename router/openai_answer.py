@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import KvferryError
-from router.journal import Delta
+from kvferry.text.model_text import ModelText
+from router.journal import ChoiceJournal, Delta
 from router.live import Live
+from router.openai_logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
+from router.openai_request import Body, ChatBody
 from router.request import Summary
 
 
@@ -67,51 +70,59 @@ class AnswerShape:
 
     is_chat: bool
     model: str
+    text: ModelText
     returns_token_ids: bool = False
+    returns_prompt_logprobs: bool = False
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @staticmethod
-    def new(is_chat: bool, model: str, returns_token_ids: bool) -> "AnswerShape":
-        return AnswerShape(is_chat, model, returns_token_ids, f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}")
+    def new(model: str, text: ModelText, body: Body) -> "AnswerShape":
+        is_chat = isinstance(body, ChatBody)
+        return AnswerShape(
+            is_chat,
+            model,
+            text,
+            bool(body.return_token_ids),
+            body.prompt_logprobs is not None,
+            f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+        )
 
     def whole(self, lives: Sequence[Live]) -> dict[str, Any]:
         """The choices of several prompts are numbered through."""
         summaries = [live.summary() for live in lives]
-        choices: list[dict[str, Any]] = []
-        for live in lives:
-            for choice in live.journal.choices:
-                assert choice.finish is not None
-                one = self._choice(len(choices), choice.text, choice.finish.value)
-                if self.returns_token_ids:
-                    one["token_ids"] = list(choice.tokens)
-                    one["prompt_token_ids"] = list(live.request.prompt_tokens)
-                choices.append(one)
-        head = self._head("chat.completion" if self.is_chat else "text_completion")
-        return {**head, "choices": choices, "usage": usage_of(summaries), "kvferry": [numbers_of(s) for s in summaries]}
+        body = self._head("chat.completion" if self.is_chat else "text_completion")
+        pairs = [(live, choice) for live in lives for choice in live.journal.choices]
+        body["choices"] = [self._choice(index, live, choice) for index, (live, choice) in enumerate(pairs)]
+        body |= {"usage": usage_of(summaries), "kvferry": [numbers_of(summary) for summary in summaries]}
+        if self.is_chat and self.returns_prompt_logprobs:
+            body["prompt_logprobs"] = self._prompt_logprobs(lives[0])
+        return body
 
-    def _choice(self, index: int, text: str, finish: str) -> dict[str, Any]:
-        one: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish}
+    def _choice(self, index: int, live: Live, choice: ChoiceJournal) -> dict[str, Any]:
+        assert choice.finish is not None
+        delta = Delta(choice.choice, choice.text, tuple(choice.tokens), choice.finish, tuple(choice.logprobs))
+        one = ChoiceShape(self, index, live)
+        body: dict[str, Any] = {"index": index, "logprobs": one.logprobs(delta), "finish_reason": choice.finish.value}
         if self.is_chat:
-            return {**one, "message": {"role": "assistant", "content": text, "refusal": None}}
-        return {**one, "text": text}
+            body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            body["text"] = live.request.echo + choice.text
+            if self.returns_prompt_logprobs:
+                body["prompt_logprobs"] = self._prompt_logprobs(live)
+        if self.returns_token_ids:
+            body["token_ids"] = list(choice.tokens)
+            body["prompt_token_ids"] = list(live.request.prompt_tokens)
+        return body
+
+    def _prompt_logprobs(self, live: Live) -> list[Any]:
+        return prompt_logprobs(self.text, live.request.prompt_tokens, live.journal.prompt_logprobs)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def chunk(self, index: int, delta: Delta, is_first: bool, includes_usage: bool) -> bytes:
-        """One event of a stream. The role is in the first of each choice."""
-        choice: dict[str, Any] = {
-            "index": index,
-            "logprobs": None,
-            "finish_reason": None if delta.finish is None else delta.finish.value,
-        }
-        if self.is_chat:
-            choice["delta"] = {"role": "assistant", "content": delta.text} if is_first else {"content": delta.text}
-        else:
-            choice["text"] = delta.text
-        if self.returns_token_ids:
-            choice["token_ids"] = list(delta.token_ids)
+    def chunk(self, choice: dict[str, Any], includes_usage: bool) -> bytes:
+        """One event of a stream."""
         body = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         body["choices"] = [choice]
         if includes_usage:
@@ -123,6 +134,47 @@ class AnswerShape:
         body = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         numbers = [numbers_of(summary) for summary in summaries]
         return event({**body, "choices": [], "usage": usage_of(summaries), "kvferry": numbers})
+
+
+class ChoiceShape:
+    """One choice of an answer, piece by piece: the first has the role, or the echoed prompt."""
+
+    def __init__(self, shape: AnswerShape, index: int, live: Live):
+        self._shape, self._index, self._live = shape, index, live
+        self._places = CompletionLogprobs(shape.text)
+        self._has_begun = False
+
+    def is_worth_sending(self, delta: Delta) -> bool:
+        """Not half a character, nor text that may begin a stop string, unless tokens are of interest themselves."""
+        has_tokens = self._shape.returns_token_ids or self._live.request.sampling.num_logprobs is not None
+        return bool(delta.text or delta.finish or (has_tokens and delta.token_ids))
+
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        is_first = not self._has_begun
+        body: dict[str, Any] = {
+            "index": self._index,
+            "logprobs": self.logprobs(delta),
+            "finish_reason": None if delta.finish is None else delta.finish.value,
+        }
+        if self._shape.is_chat:
+            body["delta"] = {"role": "assistant", "content": delta.text} if is_first else {"content": delta.text}
+        else:
+            body["text"] = (self._live.request.echo if is_first else "") + delta.text
+        if self._shape.returns_token_ids:
+            body["token_ids"] = list(delta.token_ids)
+        self._has_begun = True
+        return body
+
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        request = self._live.request
+        if request.sampling.num_logprobs is None:
+            return None
+        if self._shape.is_chat:
+            return chat_logprobs(self._shape.text, delta.token_ids, delta.logprobs)
+        if request.echo and not self._has_begun:
+            prompt = self._places.prompt(request.prompt_tokens, self._live.journal.prompt_logprobs)
+            return joined(prompt, self._places.answer(delta.token_ids, delta.logprobs))
+        return self._places.answer(delta.token_ids, delta.logprobs)
 
 
 DONE = b"data: [DONE]\n\n"

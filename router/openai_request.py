@@ -16,6 +16,8 @@ MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_MESSAGES = 4096
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
@@ -23,17 +25,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none"),
     "response_format": (None, {"type": "text"}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
     "best_of": (None, 1),
-    "echo": (None, False),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
     "audio": (None,),
@@ -57,6 +49,9 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 PLACES = ("role", "content", "type", "text")
 """Names that may stand in the place of a fault within `messages`; a union's alternatives are named there too."""
 
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
@@ -76,6 +71,13 @@ class Body(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    prompt_logprobs: NumLogprobs | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -92,6 +94,23 @@ class Body(BaseModel):
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of the answer's tokens; None: none are wanted."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Raises InvalidRequest for a key that is not a token id."""
+        for key in self.logit_bias or {}:
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+                raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id (an integer from 0)", "logit_bias")
+        return tuple((int(key), bias) for key, bias in (self.logit_bias or {}).items())
 
     @property
     def includes_usage(self) -> bool:
@@ -121,11 +140,31 @@ class Message(BaseModel):
 class ChatBody(Body):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(Body):
     prompt: Any = None
     """Checked by `read_prompts`: a million token ids are checked in one pass, and only the first fault is told."""
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    """0 with `echo` or `prompt_logprobs` only."""
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """An echoed prompt has the log-probabilities that the answer has."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None, 0 if self.max_tokens == 0 else None]
+        return max((count for count in wanted if count is not None), default=None)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -174,12 +213,18 @@ def parse_body(kind: type[B], raw: bytes) -> B:
         raise _invalid(error) from error
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not available with stream: leave one of them out", "prompt_logprobs")
     if isinstance(body, ChatBody):
         _check_messages(body)
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
     else:
         read_prompts(body.prompt)
+        if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+            raise InvalidRequest("max_tokens is 0: only with echo or prompt_logprobs is there an answer", "max_tokens")
     return body
 
 

@@ -12,6 +12,8 @@ class GenerationRequest:
     num_choices: int = 1
     stops: tuple[str, ...] = ()
     is_stop_included: bool = False
+    echo: str = ""
+    """What stands before the answer's text."""
     salt: bytes = b""
     priority: int = 0
     timeout_s: float | None = None

@@ -7,7 +7,7 @@ prompt and answer may have `limit` tokens in the pools together, and the answer'
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import InvalidRequest, NotFound, NoWorker
@@ -70,7 +70,7 @@ class RequestMaker:
         left = limit + 1 - len(tokens)
         return GenerationRequest(
             prompt_tokens=tuple(tokens),
-            sampling=self._sampling(body, min(max_tokens or left, left)),
+            sampling=self._sampling(body, left if max_tokens is None else min(max_tokens, left), max_tokens),
             num_choices=body.n or 1,
             stops=body.stops,
             is_stop_included=bool(body.include_stop_str_in_output),
@@ -79,17 +79,39 @@ class RequestMaker:
             timeout_s=body.timeout_s,
         )
 
-    def _sampling(self, body: Body, max_tokens: int) -> Sampling:
+    def _sampling(self, body: Body, max_tokens: int, asked_tokens: int | None) -> Sampling:
+        """`max_tokens` is what there is room for; `asked_tokens` what the client asked for."""
+        min_tokens = body.min_tokens or 0
+        if min_tokens > (max_tokens if asked_tokens is None else asked_tokens):
+            raise InvalidRequest(f"min_tokens is {min_tokens}, more than the answer may have", "min_tokens")
+        self._check_ids(body.stop_token_ids or (), "stop_token_ids")
+        self._check_ids([token for token, _ in body.biases], "logit_bias")
         end_ids = () if body.ignore_eos else self.text.eos_token_ids
-        temperature = self.defaults.temperature if body.temperature is None else body.temperature
+
+        def given(value: float | None, default: float) -> float:
+            return default if value is None else value
+
         return Sampling(
             seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
             max_tokens=max_tokens,
-            temperature=temperature,
+            temperature=given(body.temperature, self.defaults.temperature),
             top_k=max(body.top_k or 0, 0),
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=given(body.top_p, 1.0),
+            min_p=body.min_p or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=given(body.repetition_penalty, 1.0),
+            logit_bias=body.biases,
+            min_tokens=min_tokens,
             stop_token_ids=tuple({*end_ids, *(body.stop_token_ids or ())}),
+            num_logprobs=body.num_logprobs,
+            num_prompt_logprobs=body.num_prompt_logprobs,
         )
+
+    def _check_ids(self, tokens: Sequence[int], param: str) -> None:
+        size = self.text.sizes.vocabulary_size
+        if max(tokens, default=0) >= size:
+            raise InvalidRequest(f"{param}: token id {max(tokens)} is not in the vocabulary of {size}", param)
 
     def _limit(self) -> int:
         limit = self._dispatcher.max_kv_tokens

@@ -16,7 +16,7 @@ import torch
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.load import load_engine
-from kvferry.engine.plan import Chunk, Draw, Plan
+from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
 from kvferry.shape import BYTES_PER_NUMBER, ModelShape, read_shape
 
 PREFILLS = (128, 1024)
@@ -90,7 +90,7 @@ def _chunk(number: int, length: int, start: int, first_slot: int, block_size: in
     rng = random.Random(f"{number} {start}")
     tokens = tuple(rng.randrange(100, 49_000) for _ in range(length))
     slots = tuple(range(first_slot, first_slot + -(-(start + length) // block_size)))
-    return Chunk(number, tokens, start, slots, Draw(0.0, 0, 1.0, 0, 0, 0))
+    return Chunk(number, tokens, start, slots, Draw(GREEDY))
 
 
 def _median(engine: Engine, plan: Plan, times: int) -> float:

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from kvferry.engine.plan import Chunk, Plan, StepResult
 from kvferry.kv.memory import BlockFormat
-from kvferry.messages import Sampling
+from kvferry.messages import Sampling, TokenLogprobs
 
 KV_BYTES = 64
 
@@ -36,9 +36,18 @@ class FakeRunner:
         self._vocabulary_size = vocabulary_size
 
     def run(self, plan: Plan) -> StepResult:
-        return StepResult(
-            {chunk.sequence_id: token for chunk in plan.chunks if (token := self._run(chunk)) is not None}
-        )
+        tokens, logprobs, scores = dict[int, int](), dict[int, TokenLogprobs](), dict[int, tuple[TokenLogprobs, ...]]()
+        for chunk in plan.chunks:
+            token = self._run(chunk)
+            if token is not None:
+                tokens[chunk.sequence_id] = token
+                if chunk.draw is not None and chunk.draw.sampling.num_logprobs is not None:
+                    logprobs[chunk.sequence_id] = fake_logprobs(token, chunk.draw.sampling.num_logprobs)
+            if chunk.scoring is not None:
+                scores[chunk.sequence_id] = tuple(
+                    fake_logprobs(target, chunk.scoring.num_top) for target in chunk.scoring.targets
+                )
+        return StepResult(tokens, logprobs=logprobs, scores=scores)
 
     def _run(self, chunk: Chunk) -> int | None:
         for position, token in enumerate(chunk.tokens, start=chunk.start):
@@ -47,11 +56,17 @@ class FakeRunner:
         if chunk.draw is None:
             return None
         context = b"".join(self._kv(chunk, position) for position in range(chunk.start + len(chunk.tokens)))
-        return next_token(context, self._vocabulary_size, chunk.draw.seed if chunk.draw.temperature else 0)
+        sampling = chunk.draw.sampling
+        return next_token(context, self._vocabulary_size, sampling.seed if sampling.temperature else 0)
 
     def _kv(self, chunk: Chunk, position: int) -> memoryview:
         block, offset = divmod(position, self._memory.format.block_size)
         return self._memory.view(chunk.slots[block])[offset * KV_BYTES : (offset + 1) * KV_BYTES]
+
+
+def fake_logprobs(token: int, num_top: int) -> TokenLogprobs:
+    """A function of the token alone, which is its own likeliest."""
+    return TokenLogprobs(-float(token), 1, tuple((token + k, -float(token + k)) for k in range(num_top)))
 
 
 def kv_of(previous: bytes, token: int) -> bytes:

@@ -10,7 +10,7 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.llama import Llama
 from kvferry.engine.native.decoder import NativeRunner, can_run
 from kvferry.engine.native.library import Library, load_library
-from kvferry.engine.plan import Chunk, Draw, Plan, Runner
+from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan, Runner
 from kvferry.engine.torch_memory import TorchMemory
 from kvferry.engine.torch_runner import TorchRunner
 from kvferry.errors import ConfigurationError
@@ -86,7 +86,7 @@ def _numerics_id(library: Library | None, weights: str) -> str:
 
 def _warm_up(runner: Runner, num_slots: int, block_size: int) -> None:
     """One small step of each kind, so that the first request does not pay for it. It leaves only unsealed bytes behind."""
-    draw = Draw(0.0, 0, 1.0, 0, 0, 0)
+    draw = Draw(GREEDY)
     count = min(block_size, num_slots * block_size)
     for length in (count, 1):
         runner.run(Plan(0, (Chunk(0, (0,) * length, 0, (1,), draw),)))

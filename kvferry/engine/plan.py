@@ -8,17 +8,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.messages import Sampling, TokenLogprobs
+
+NON_FINITE = "the model's logits are not finite"
+"""The failure of a sequence whose row is: the only one that the model itself is to blame for."""
+GREEDY = Sampling(seed=0, max_tokens=1, temperature=0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to choose the token with this `index` of its choice (kvferry/engine/sampling.py)."""
+    """Choose the token with this `index` of its choice (kvferry/engine/sampling.py)."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    choice: int
-    index: int
+    sampling: Sampling
+    choice: int = 0
+    index: int = 0
+    prompt_tokens: tuple[int, ...] = ()
+    answer_tokens: tuple[int, ...] = ()
+    """Both only where penalties need them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Log-probabilities are wanted of `targets`: the k-th one follows the chunk's k-th token. As many, or one fewer."""
+
+    targets: tuple[int, ...]
+    num_top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,7 @@ class Chunk:
     start: int
     slots: tuple[int, ...]
     draw: Draw | None = None
+    scoring: Scoring | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,10 @@ class StepResult:
     tokens: Mapping[int, int]
     failures: Mapping[int, str] = field(default_factory=dict[int, str])
     duration_s: float = 0.0
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
+    """Of the tokens drawn, where asked for."""
+    scores: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict[int, tuple[TokenLogprobs, ...]])
+    """Of the targets of each chunk with a scoring."""
 
 
 class Runner(Protocol):

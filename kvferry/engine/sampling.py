@@ -1,8 +1,10 @@
-"""Choosing a token: a pure function of (logits, parameters, seed, choice, index).
+"""Choosing tokens: a pure function of (logits, sampling parameters, history, seed, choice, index).
 
-The random number is the output of a keyed hash over (seed, choice, index), a counter-based generator in the sense of Salmon et
-al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011): no stream of draws, so that batching, preemption and continuation
-cannot change it. numpy only.
+The order is the field's usual one (vLLM's sampler): logit bias, minimum of tokens, penalties, temperature; then min_p, top_k and top_p
+say what is kept; the rest is drawn in the order of token ids by the inverse of the cumulated probabilities. The random number is
+the output of a keyed hash over (seed, choice, index), a counter-based generator in the sense of Salmon et al., "Parallel Random
+Numbers: As Easy as 1, 2, 3" (SC 2011): no stream of draws, so that batching, preemption and continuation cannot change it.
+numpy only; rows are independent.
 """
 
 import struct
@@ -11,7 +13,17 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.engine.plan import Chunk, Draw, StepResult
+from kvferry.engine.plan import NON_FINITE, Chunk, Draw, StepResult
+from kvferry.engine.scoring import likeliest, logprobs_of
+from kvferry.messages import Sampling, TokenLogprobs
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.intp]
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below are taken for 0."""
+FIRST_CANDIDATES = 1024
+"""So many of the likeliest tokens are sorted for top_p before all are."""
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
@@ -22,36 +34,96 @@ def uniform(seed: int, choice: int, index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample_rows(drawing: list[Chunk], logits: npt.NDArray[np.float32]) -> StepResult:
+def sample_rows(drawing: list[Chunk], logits: Floats) -> StepResult:
     """One token per chunk; `logits` [chunks, vocabulary]. A row that is not finite fails its own sequence alone."""
-    tokens, failures = dict[int, int](), dict[int, str]()
-    for chunk, row in zip(drawing, logits, strict=True):
-        assert chunk.draw is not None
-        if np.isfinite(row.min()) and np.isfinite(row.max()):
-            tokens[chunk.sequence_id] = sample(row, chunk.draw)
-        else:
-            failures[chunk.sequence_id] = "the model's logits are not finite"
-    return StepResult(tokens, failures)
+    if not drawing:
+        return StepResult({})
+    is_finite = np.isfinite(logits.max(axis=1)) & np.isfinite(logits.min(axis=1))
+    failures = {drawing[k].sequence_id: NON_FINITE for k in np.flatnonzero(~is_finite)}
+    rows = [int(k) for k in np.flatnonzero(is_finite)]
+    draws = [draw for k in rows if (draw := drawing[k].draw) is not None]
+    tokens, logprobs = dict[int, int](), dict[int, TokenLogprobs]()
+    for k, draw, token in zip(rows, draws, sample(logits if len(rows) == len(logits) else logits[rows], draws), strict=True):
+        tokens[drawing[k].sequence_id] = token
+        if draw.sampling.num_logprobs is not None:
+            logprobs[drawing[k].sequence_id] = logprobs_of(logits[k], token, draw.sampling.num_logprobs)
+    return StepResult(tokens, failures, logprobs=logprobs)
 
 
-def sample(logits: npt.NDArray[np.float32], draw: Draw) -> int:
-    """`logits` [vocabulary], finite. Ties go to the smaller token id."""
-    if draw.temperature == 0 or draw.top_k == 1:
-        return int(np.argmax(logits))
-    return int(_pick(logits, draw))
+def sample(logits: Floats, draws: list[Draw]) -> list[int]:
+    """One token for each row of `logits` [draws, vocabulary], finite. Ties go to the smaller token id."""
+    changed = [k for k, draw in enumerate(draws) if _is_changed(draw)]
+    if changed:
+        logits = logits.copy()
+        for k in changed:
+            _change(logits[k], draws[k])
+    tokens = [int(token) for token in logits.argmax(axis=1)]
+    drawn = [k for k, draw in enumerate(draws) if not _is_greedy(draw.sampling)]
+    if drawn:
+        temperatures = np.array([draws[k].sampling.temperature for k in drawn], np.float32)[:, None]
+        scaled = (logits[drawn] - logits[drawn].max(axis=1, keepdims=True)) / temperatures
+        for k, row, weights in zip(drawn, scaled, np.exp(scaled), strict=True):
+            tokens[k] = _pick(row, weights, draws[k])
+    return tokens
 
 
-def _pick(logits: npt.NDArray[np.float32], draw: Draw) -> int:
-    """Temperature, then top_k, then top_p, in the field's usual order; then the inverse of the cumulated probabilities."""
-    count = draw.top_k if 0 < draw.top_k < len(logits) else len(logits)
-    scaled = (logits.astype(np.float64) - float(logits.max())) / draw.temperature
-    order = np.argsort(-scaled, kind="stable")[:count]
-    probabilities = np.exp(scaled[order])
-    cumulated = np.cumsum(probabilities)
-    if draw.top_p < 1:
-        kept = int(np.searchsorted(cumulated, draw.top_p * cumulated[-1])) + 1
-        order, cumulated = order[:kept], cumulated[:kept]
-    position = int(
-        np.searchsorted(cumulated, uniform(draw.seed, draw.choice, draw.index) * cumulated[-1], side="right")
-    )
-    return int(order[min(position, len(order) - 1)])
+def _is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
+
+
+def _is_changed(draw: Draw) -> bool:
+    sampling = draw.sampling
+    return bool(sampling.logit_bias or sampling.has_penalties or draw.index < sampling.min_tokens)
+
+
+def _change(row: Floats, draw: Draw) -> None:
+    """Bias, minimum of tokens and penalties, in place."""
+    sampling = draw.sampling
+    if sampling.logit_bias:
+        ids, biases = zip(*sampling.logit_bias, strict=True)
+        row[list(ids)] += np.array(biases, np.float32)
+    if draw.index < sampling.min_tokens:
+        row[list(sampling.stop_token_ids)] = -np.inf
+    if sampling.repetition_penalty != 1:
+        seen = np.unique(np.array(draw.prompt_tokens + draw.answer_tokens, np.intp))
+        penalty = np.float32(sampling.repetition_penalty)
+        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and draw.answer_tokens:
+        ids, counts = np.unique(np.array(draw.answer_tokens, np.intp), return_counts=True)
+        row[ids] -= (counts * sampling.frequency_penalty + sampling.presence_penalty).astype(np.float32)
+
+
+def _pick(scaled: Floats, weights: Floats, draw: Draw) -> int:
+    """`weights` are exp(`scaled`), of which the largest is 1."""
+    kept = _kept(scaled, weights, draw.sampling)
+    cumulated = np.cumsum(weights if kept is None else weights[kept], dtype=np.float64)
+    at = np.searchsorted(cumulated, uniform(draw.sampling.seed, draw.choice, draw.index) * cumulated[-1], side="right")
+    place = min(int(at), len(cumulated) - 1)
+    return place if kept is None else int(kept[place])
+
+
+def _kept(scaled: Floats, weights: Floats, sampling: Sampling) -> Ids | None:
+    """The ids that may be drawn, ascending; None: all."""
+    kept: Ids | None = None
+    if sampling.min_p > 0:
+        kept = np.flatnonzero(weights >= np.float32(sampling.min_p))
+    if 0 < sampling.top_k < len(scaled if kept is None else kept):
+        kept = likeliest(scaled, sampling.top_k) if kept is None else kept[likeliest(scaled[kept], sampling.top_k)]
+    if sampling.top_p < 1:
+        kept = _nucleus(scaled, weights, kept, sampling.top_p)
+    return kept
+
+
+def _nucleus(scaled: Floats, weights: Floats, kept: Ids | None, top_p: float) -> Ids:
+    """The smallest set of the likeliest whose probability reaches `top_p`, ascending (Holtzman et al., 2020)."""
+    ids = np.arange(len(weights)) if kept is None else kept
+    wanted = top_p * float(weights[ids].sum(dtype=np.float64))
+    count = min(FIRST_CANDIDATES, len(ids))
+    while True:
+        candidates = ids[likeliest(scaled[ids], count)] if count < len(ids) else ids
+        ordered = candidates[np.argsort(-weights[candidates], kind="stable")]
+        cumulated = np.cumsum(weights[ordered], dtype=np.float64)
+        if cumulated[-1] >= wanted or count == len(ids):
+            num_kept = min(int(np.searchsorted(cumulated, wanted)) + 1, len(ordered))
+            return np.sort(ordered[:num_kept])
+        count = len(ids)

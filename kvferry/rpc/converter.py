@@ -117,26 +117,74 @@ def fetch_down_from_wire(wire: fetch_pb2.FetchResponse) -> m.FetchDown:
 # ------------------------------------------------------------------------------------------------------------ attach
 
 
+def _sampling_to_wire(value: m.Sampling) -> common_pb2.Sampling:
+    return common_pb2.Sampling(
+        temperature=value.temperature,
+        top_k=value.top_k,
+        top_p=value.top_p,
+        seed=value.seed,
+        max_tokens=value.max_tokens,
+        stop_token_ids=value.stop_token_ids,
+        min_p=value.min_p,
+        presence_penalty=value.presence_penalty,
+        frequency_penalty=value.frequency_penalty,
+        repetition_penalty=value.repetition_penalty,
+        logit_bias=[common_pb2.LogitBias(token_id=token, bias=bias) for token, bias in value.logit_bias],
+        min_tokens=value.min_tokens,
+        num_logprobs=value.num_logprobs,
+        num_prompt_logprobs=value.num_prompt_logprobs,
+    )
+
+
+def _sampling_from_wire(wire: common_pb2.Sampling) -> m.Sampling:
+    return m.Sampling(
+        seed=wire.seed,
+        max_tokens=wire.max_tokens,
+        temperature=wire.temperature,
+        top_k=wire.top_k,
+        top_p=wire.top_p,
+        min_p=wire.min_p,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        repetition_penalty=wire.repetition_penalty,
+        logit_bias=tuple((one.token_id, one.bias) for one in wire.logit_bias),
+        min_tokens=wire.min_tokens,
+        stop_token_ids=tuple(wire.stop_token_ids),
+        num_logprobs=wire.num_logprobs if wire.HasField("num_logprobs") else None,
+        num_prompt_logprobs=wire.num_prompt_logprobs if wire.HasField("num_prompt_logprobs") else None,
+    )
+
+
+def logprobs_to_wire(values: Iterable[m.TokenLogprobs]) -> list[common_pb2.PlaceLogprobs]:
+    return [
+        common_pb2.PlaceLogprobs(
+            logprob=value.logprob,
+            rank=value.rank,
+            top=[common_pb2.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in value.top],
+        )
+        for value in values
+    ]
+
+
+def _logprobs_from_wire(wires: Iterable[common_pb2.PlaceLogprobs]) -> tuple[m.TokenLogprobs, ...]:
+    return tuple(
+        m.TokenLogprobs(wire.logprob, wire.rank, tuple((one.token_id, one.logprob) for one in wire.top))
+        for wire in wires
+    )
+
+
 def router_message_to_wire(value: m.RouterMessage) -> decode_pb2.AttachRequest:
     if isinstance(value, m.Beat):
         return decode_pb2.AttachRequest(beat=decode_pb2.RouterBeat(protocol_version=value.protocol_version))
     if isinstance(value, m.RequestCancel):
         cancel = decode_pb2.RequestCancel(request_number=value.number, attempt=value.attempt, choices=value.choices)
         return decode_pb2.AttachRequest(cancel=cancel)
-    s = value.sampling
     opening = decode_pb2.RequestOpen(
         request_number=value.number,
         attempt=value.attempt,
         prompt_tokens=value.prompt_tokens,
         choices=[decode_pb2.ChoiceStart(choice=c.choice, emitted_tokens=c.emitted_tokens) for c in value.choices],
-        sampling=common_pb2.Sampling(
-            temperature=s.temperature,
-            top_k=s.top_k,
-            top_p=s.top_p,
-            seed=s.seed,
-            max_tokens=s.max_tokens,
-            stop_token_ids=s.stop_token_ids,
-        ),
+        sampling=_sampling_to_wire(value.sampling),
         salt=value.salt,
         sources=_sources_to_wire(value.sources),
         holders=_sources_to_wire(value.holders),
@@ -152,13 +200,13 @@ def router_message_from_wire(wire: decode_pb2.AttachRequest) -> m.RouterMessage:
         return m.Beat(protocol_version=wire.beat.protocol_version)
     if name == "cancel":
         return m.RequestCancel(wire.cancel.request_number, wire.cancel.attempt, tuple(wire.cancel.choices))
-    opening, s = wire.open, wire.open.sampling
+    opening = wire.open
     return m.RequestOpen(
         number=opening.request_number,
         attempt=opening.attempt,
         prompt_tokens=tuple(opening.prompt_tokens),
         choices=tuple(m.ChoiceStart(c.choice, tuple(c.emitted_tokens)) for c in opening.choices),
-        sampling=m.Sampling(s.seed, s.max_tokens, s.temperature, s.top_k, s.top_p, tuple(s.stop_token_ids)),
+        sampling=_sampling_from_wire(opening.sampling),
         salt=opening.salt,
         sources=_sources_from_wire(opening.sources),
         holders=_sources_from_wire(opening.holders),
@@ -226,12 +274,23 @@ def decode_message_to_wire(value: m.DecodeMessage) -> decode_pb2.AttachResponse:
         return decode_pb2.AttachResponse(beat=decode_pb2.WorkerBeat(step=value.step))
     tokens = [
         decode_pb2.NewTokens(
-            request_number=t.number, attempt=t.attempt, choice=t.choice, index=t.index, token_ids=t.token_ids
+            request_number=t.number,
+            attempt=t.attempt,
+            choice=t.choice,
+            index=t.index,
+            token_ids=t.token_ids,
+            logprobs=logprobs_to_wire(t.logprobs) if t.logprobs else None,
         )
         for t in value.tokens
     ]
     starts, ends = [_start_to_wire(start) for start in value.starts], [_end_to_wire(end) for end in value.ends]
-    step = decode_pb2.StepOutput(step=value.step, tokens=tokens, starts=starts, ends=ends)
+    prompts = [
+        decode_pb2.PromptLogprobs(
+            request_number=p.number, attempt=p.attempt, position=p.position, logprobs=logprobs_to_wire(p.logprobs)
+        )
+        for p in value.prompt_logprobs
+    ]
+    step = decode_pb2.StepOutput(step=value.step, tokens=tokens, starts=starts, ends=ends, prompt_logprobs=prompts)
     return decode_pb2.AttachResponse(step=step)
 
 
@@ -241,7 +300,19 @@ def decode_message_from_wire(wire: decode_pb2.AttachResponse) -> m.DecodeMessage
     return m.StepOutput(
         step=wire.step.step,
         tokens=tuple(
-            m.NewTokens(t.request_number, t.attempt, t.choice, t.index, tuple(t.token_ids)) for t in wire.step.tokens
+            m.NewTokens(
+                t.request_number,
+                t.attempt,
+                t.choice,
+                t.index,
+                tuple(t.token_ids),
+                _logprobs_from_wire(t.logprobs) if t.logprobs else (),
+            )
+            for t in wire.step.tokens
+        ),
+        prompt_logprobs=tuple(
+            m.PromptLogprobs(p.request_number, p.attempt, p.position, _logprobs_from_wire(p.logprobs))
+            for p in wire.step.prompt_logprobs
         ),
         starts=tuple(_start_from_wire(start) for start in wire.step.starts),
         ends=tuple(_end_from_wire(end) for end in wire.step.ends),

@@ -44,6 +44,8 @@ class ModelText:
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if settings.get(name)
         }
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_names = {token: one.content for token, one in added.items() if one.special}
         self.max_token_characters = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         self._template = self._load_template(directory, settings)
         self.eos_token_ids = self._find_eos(directory, config)
@@ -62,6 +64,34 @@ class ModelText:
     def decode(self, tokens: list[int]) -> str:
         stream = self.stream()
         return "".join([*(stream.push(token) for token in tokens), stream.flush()])
+
+    def decode_with_special(self, tokens: list[int]) -> str:
+        """Special tokens as they are written in a prompt."""
+        stream, pieces = self.stream(), list[str]()
+        for token in tokens:
+            pieces += [stream.flush(), self._special_names[token]] if token in self._special_names else [stream.push(token)]
+        return "".join([*pieces, stream.flush()])
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """What a token adds to a text; None for special tokens."""
+        if token in self._special_names:
+            return None
+        if self._token_bytes is not None:
+            return self._token_bytes[token]
+        piece = self._tokenizer.id_to_token(token) or ""
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])  # SentencePiece's byte fallback
+        return piece.replace("\u2581", " ").encode()
+
+    def token_name(self, token: int) -> str:
+        """For people: its text, or `bytes:\\x..` where it is no whole characters, as OpenAI's service writes it."""
+        content = self.token_bytes(token)
+        if content is None:
+            return self._special_names[token]
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def stream(self) -> TextStream:
         return ByteLevelStream(self._token_bytes) if self._token_bytes else WindowStream(self._tokenizer)

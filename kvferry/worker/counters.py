@@ -20,6 +20,7 @@ COUNTERS = {
     "requests_opened": "Requests opened on this worker.",
     "requests_cancelled": "Choices ended because nobody wanted them any more.",
     "engine_failures": "Sequences ended by a failed step or by logits that were not finite.",
+    "non_finite_logits": "Rows of logits that were not finite.",
     "leaked_slots": "Slots that an audit of the idle pool found held by nobody alive.",
 }
 """Fetches that failed are counted apart, as `fetch_failed_<kind>`; damaged frames as `bad_frame_<kind>`."""

@@ -10,10 +10,11 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 from kvferry.bell import Bell
-from kvferry.engine.plan import Plan, Runner, Scheduler, StepResult
+from kvferry.engine.plan import NON_FINITE, Plan, Runner, Scheduler, StepResult
 from kvferry.kv.pool import BlockPool
 from kvferry.worker.counters import Counters
 
@@ -132,12 +133,13 @@ class EngineLoop:
             logger.exception("step %d failed", plan.step)
             if len(plan.chunks) == 1:
                 return StepResult({}, {plan.chunks[0].sequence_id: f"the step failed: {error!r}"})
-        tokens, failures = dict[int, int](), dict[int, str]()
-        for chunk in plan.chunks:
-            result = await self._execute(Plan(plan.step, (chunk,)))
-            tokens.update(result.tokens)
-            failures.update(result.failures)
-        return StepResult(tokens, failures)
+        results = [await self._execute(Plan(plan.step, (chunk,))) for chunk in plan.chunks]
+        return StepResult(
+            tokens={key: value for result in results for key, value in result.tokens.items()},
+            failures={key: value for result in results for key, value in result.failures.items()},
+            logprobs={key: value for result in results for key, value in result.logprobs.items()},
+            scores={key: value for result in results for key, value in result.scores.items()},
+        )
 
     def _audit(self) -> None:
         """Nothing runs, so nobody may hold anything."""
@@ -169,6 +171,7 @@ class EngineLoop:
         done = sum(len(chunk.tokens) for chunk in plan.chunks if chunk.sequence_id not in result.failures)
         self._counters.add("computed_tokens", done)
         self._counters.add("generated_tokens", len(result.tokens))
-        self._scheduler.commit(plan, StepResult(result.tokens, result.failures, duration_s), self.now())
+        self._counters.add("non_finite_logits", sum(why == NON_FINITE for why in result.failures.values()))
+        self._scheduler.commit(plan, replace(result, duration_s=duration_s), self.now())
         self._counters.add("evicted_blocks", self._pool.num_evictions - self._num_evictions)
         self._num_evictions = self._pool.num_evictions

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvferry.engine.load import load_engine
 from kvferry.engine.native.decoder import NativeRunner
-from kvferry.engine.plan import Chunk, Draw, Plan
+from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
 from kvferry.engine.reference import Reference
 from kvferry.errors import ConfigurationError
 
@@ -102,7 +102,7 @@ def test_a_mixed_step_gives_each_sequence_its_own_tokens(checkpoint, form):
             tokens = [*prompt, *answers[number]]
             start = 0 if step == 0 else len(tokens) - 1
             slots = tuple(range(1 + 10 * number, 1 + 10 * number + -(-len(tokens) // 16)))
-            chunks.append(Chunk(number, tuple(tokens[start:]), start, slots, Draw(0, 0, 1, 0, 0, step)))
+            chunks.append(Chunk(number, tuple(tokens[start:]), start, slots, Draw(GREEDY)))
         result = engine.runner.run(Plan(step, tuple(chunks)))
         assert not result.failures
         for number, token in result.tokens.items():
@@ -114,7 +114,7 @@ def test_a_mixed_step_gives_each_sequence_its_own_tokens(checkpoint, form):
 def test_rows_that_are_not_finite_fail_alone(tmp_path, form):
     engine = load_engine(make_checkpoint(tmp_path), 512)
     engine.memory.blocks[5].fill_(float("nan"))
-    draw = Draw(0, 0, 1, 0, 0, 0)
+    draw = Draw(GREEDY)
     plan = Plan(1, (Chunk(1, (3,), 16, (5, 6), draw), Chunk(2, (3,), 0, (7,), draw)))
     result = engine.runner.run(plan)
     assert set(result.failures) == {1}
@@ -123,7 +123,7 @@ def test_rows_that_are_not_finite_fail_alone(tmp_path, form):
 
 def test_memory_that_was_never_written_does_not_leak_into_attention(tmp_path, form):
     engine = load_engine(make_checkpoint(tmp_path), 512)
-    plan = Plan(1, (Chunk(1, (3, 4, 5), 0, (5,), Draw(0, 0, 1, 0, 0, 0)),))
+    plan = Plan(1, (Chunk(1, (3, 4, 5), 0, (5,), Draw(GREEDY)),))
     clean = engine.runner.run(plan).tokens
     engine.memory.blocks.fill_(float("nan"))
     assert engine.runner.run(plan).tokens == clean
@@ -142,7 +142,7 @@ def random_schedule(runner, prompts, seed):
             count = min(rng.choice([0, 1, 2, 5, 16, 33]), len(prompt) - done[number])
             if count:
                 end = done[number] + count
-                draw = Draw(0, 0, 1, 0, 0, 0)
+                draw = Draw(GREEDY)
                 chunks.append(
                     Chunk(
                         number, tuple(prompt[done[number] : end]), done[number], tables[number][: -(-end // 16)], draw

@@ -24,17 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/common.proto\x12\nkvferry.v1\"w\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\",\n\x06Source\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/common.proto\x12\nkvferry.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"U\n\rPlaceLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprob\"\xfc\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x01\x12)\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x15.kvferry.v1.LogitBias\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x19\n\x0cnum_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\",\n\x06Source\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=206
-  _globals['_WORKERROLE']._serialized_end=296
-  _globals['_SAMPLING']._serialized_start=39
-  _globals['_SAMPLING']._serialized_end=158
-  _globals['_SOURCE']._serialized_start=160
-  _globals['_SOURCE']._serialized_end=204
+  _globals['_WORKERROLE']._serialized_start=651
+  _globals['_WORKERROLE']._serialized_end=741
+  _globals['_LOGITBIAS']._serialized_start=39
+  _globals['_LOGITBIAS']._serialized_end=82
+  _globals['_TOKENLOGPROB']._serialized_start=84
+  _globals['_TOKENLOGPROB']._serialized_end=133
+  _globals['_PLACELOGPROBS']._serialized_start=135
+  _globals['_PLACELOGPROBS']._serialized_end=220
+  _globals['_SAMPLING']._serialized_start=223
+  _globals['_SAMPLING']._serialized_end=603
+  _globals['_SOURCE']._serialized_start=605
+  _globals['_SOURCE']._serialized_end=649
 # @@protoc_insertion_point(module_scope)

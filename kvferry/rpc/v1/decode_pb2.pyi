@@ -96,30 +96,46 @@ class AttachResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., beat: _Optional[_Union[WorkerBeat, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step", "tokens", "starts", "ends")
+    __slots__ = ("step", "tokens", "starts", "ends", "prompt_logprobs")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     step: int
     tokens: _containers.RepeatedCompositeFieldContainer[NewTokens]
     starts: _containers.RepeatedCompositeFieldContainer[StartReport]
     ends: _containers.RepeatedCompositeFieldContainer[ChoiceEnd]
-    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[NewTokens, _Mapping]]] = ..., starts: _Optional[_Iterable[_Union[StartReport, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[NewTokens, _Mapping]]] = ..., starts: _Optional[_Iterable[_Union[StartReport, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("request_number", "attempt", "position", "logprobs")
+    REQUEST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_number: int
+    attempt: int
+    position: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PlaceLogprobs]
+    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PlaceLogprobs, _Mapping]]] = ...) -> None: ...
 
 class NewTokens(_message.Message):
-    __slots__ = ("request_number", "attempt", "choice", "index", "token_ids")
+    __slots__ = ("request_number", "attempt", "choice", "index", "token_ids", "logprobs")
     REQUEST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_number: int
     attempt: int
     choice: int
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PlaceLogprobs]
+    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PlaceLogprobs, _Mapping]]] = ...) -> None: ...
 
 class StartReport(_message.Message):
     __slots__ = ("request_number", "attempt", "fetch_opened_us", "first_block_us", "last_block_us", "tail_planned_us", "first_token_us", "num_local_tokens", "num_fetched_tokens", "num_source_cached_tokens", "num_computed_tokens", "num_fetched_blocks", "fetched_bytes", "source_worker_id")
