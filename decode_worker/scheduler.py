@@ -15,6 +15,7 @@ whatever reason, each looks again. Local computing is shared by claims that live
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import Chunk, Draw, Plan, Scoring, StepResult
@@ -22,6 +23,7 @@ from kvferry.engine.sequence import Sequence
 from kvferry.errors import PoolExhausted
 from kvferry.kv.pool import BlockPool
 from kvferry.messages import ChoiceEndReason, Sampling, Source, TokenLogprobs
+from kvferry.turns import may_pass, turns
 from kvferry.worker.counters import Counters
 
 GROWTH_MARGIN_BLOCKS = 4
@@ -75,6 +77,7 @@ class Choice:
         self.failed_source_ids: list[str] = []
         self.priority, self.deadline_s = priority, deadline_s
         self.arrival = 0
+        self.num_passed_tokens = 0  # of choices that started before this one, although they came later
         self.state = State.WAITING
         self.fetch: FetchOrder | None = None
         self.num_tries_at_source = 0
@@ -92,6 +95,10 @@ class Choice:
     def index(self) -> int:
         """Of the next token within the choice."""
         return len(self.sequence.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return len(self.sequence.tokens) - self.sequence.num_computed
 
     @property
     def order(self) -> tuple[int, int]:
@@ -232,7 +239,8 @@ class DecodeScheduler:
         self._start_waiting()
         for choice in self._ordered(State.FETCHING):
             self._look_again(choice)
-        chunks = [*self._next_tokens(), *self._catch_up(now)]
+        chunks = list(self._next_tokens())
+        chunks += self._catch_up(now, is_yielding=bool(chunks))
         kept = tuple(chunk for chunk in chunks if self._is_running(chunk.sequence_id))
         return Plan(step, kept) if kept else None
 
@@ -254,6 +262,8 @@ class DecodeScheduler:
         num_catching_up = sum(len(chunk.tokens) for chunk in plan.chunks if len(chunk.tokens) > 1)
         if not result.failures and 2 * num_catching_up > plan.num_tokens:
             self._budget.measured(plan.num_tokens, result.duration_s)
+        elif not num_catching_up:
+            self._budget.measured_yielding(result.duration_s)
 
     def _take_scores(self, choice: Choice, position: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """After a preemption the same positions come again: only new ones are told."""
@@ -273,11 +283,21 @@ class DecodeScheduler:
     # ------------------------------------------------------------------------------------------------- starting, fetching
 
     def _start_waiting(self) -> None:
+        """In order; a choice that finds no room is passed by later ones, as far as it may be."""
         num_busy = self.count(State.FETCHING) + self.count(State.RUNNING)
+        blocked: Choice | None = None
         for choice in self._ordered(State.WAITING):
-            if num_busy >= self._limits.max_sequences or not self._start(choice):
+            if num_busy >= self._limits.max_sequences:
                 return
+            size = len(choice.sequence.tokens)
+            if blocked is not None and not may_pass(size, blocked.num_passed_tokens, len(blocked.sequence.tokens)):
+                continue
+            if not self._start(choice):
+                blocked = blocked or choice
+                continue
             num_busy += 1
+            if blocked is not None:
+                blocked.num_passed_tokens += size
 
     def _start(self, choice: Choice) -> bool:
         sequence = choice.sequence
@@ -352,21 +372,26 @@ class DecodeScheduler:
             if self._ensure_slots(choice, len(sequence.tokens)):
                 yield self._chunk(choice, len(sequence.tokens))
 
-    def _catch_up(self, now: float) -> Iterable[Chunk]:
-        """Tails and local chunks, in order, within the budget; the first of them gets at least one block."""
-        left, claimed = self._budget.num_tokens(), set[bytes]()
-        for choice in self._ordered(State.RUNNING):
-            sequence = choice.sequence
-            if len(sequence.tokens) - sequence.num_computed <= 1 or left <= 0:
-                continue
+    def _catch_up(self, now: float, is_yielding: bool) -> Iterable[Chunk]:
+        """Tails and local chunks within the budget; the first of them gets at least one block."""
+        left, claimed = self._budget.num_tokens(is_yielding), set[bytes]()
+        behind = [choice for choice in self._ordered(State.RUNNING) if choice.num_missing_tokens > 1]
+        for choice in behind:
             if not choice.is_scoring:
                 self._adopt(choice)
-            target = self._catch_up_target(choice, left, claimed)
-            if target > sequence.num_computed and self._ensure_slots(choice, target):
-                if target == len(sequence.tokens) and choice.tail_planned_s is None:
-                    choice.tail_planned_s = now
-                left -= target - sequence.num_computed
-                yield self._chunk(choice, target)
+        for _, group in groupby(behind, key=lambda choice: choice.priority):
+            choices = list(group)
+            for turn in turns([choice.num_missing_tokens for choice in choices], left, self._block_size):
+                choice = choices[turn.place]
+                if left <= 0 or choice.state is not State.RUNNING:
+                    continue
+                num_computed = choice.sequence.num_computed
+                target = self._catch_up_target(choice, min(left, turn.max_tokens), claimed)
+                if target > num_computed and self._ensure_slots(choice, target):
+                    if target == len(choice.sequence.tokens) and choice.tail_planned_s is None:
+                        choice.tail_planned_s = now
+                    left -= target - num_computed
+                    yield self._chunk(choice, target)
 
     def _catch_up_target(self, choice: Choice, left: int, claimed: set[bytes]) -> int:
         """The end of the tokens if it is within reach, else a block's edge; whole blocks before it are claimed."""

@@ -70,9 +70,7 @@ class _Session:
     def take_output(self, step: int) -> StepOutput | None:
         if not (self.tokens or self.prompt_logprobs or self.ends):
             return None
-        output = StepOutput(
-            step, tuple(self.tokens), tuple(self.prompt_logprobs), tuple(self.starts), tuple(self.ends)
-        )
+        output = StepOutput(step, tuple(self.tokens), tuple(self.prompt_logprobs), tuple(self.starts), tuple(self.ends))
         self.tokens, self.prompt_logprobs, self.starts, self.ends = [], [], [], []
         return output
 

@@ -17,7 +17,9 @@ class DecodeWorker:
         self.body = body = WorkerBody(Role.DECODE, engine, executor, dialer, settings)
         identity = body.identity
         limits = DecodeLimits(identity.context_tokens, settings.max_sequences, settings.max_local_tokens)
-        budget = StepBudget(settings.step_target_s, identity.block_size, settings.max_step_tokens)
+        budget = StepBudget(
+            settings.step_target_s, identity.block_size, settings.max_step_tokens, settings.itl_target_s
+        )
         self._scheduler = DecodeScheduler(body.pool, identity.block_size, limits, budget, body.counters)
         self.loop = body.loop_for(self._scheduler)
         self._service = DecodeService(
@@ -41,6 +43,8 @@ class DecodeWorker:
             num_serving=self._source.num_serving,
             slots=self.body.pool.counts,
             counters=dict(self.body.counters.values),
+            flops_per_s=self.loop.throughput.flops_per_s,
+            bytes_per_s=self.loop.throughput.bytes_per_s,
         )
 
     async def run(self) -> None:

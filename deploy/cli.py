@@ -39,7 +39,8 @@ Prefill = Annotated[
 ]
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
 KvTokens = Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens per pool; 0: from the memory there is.")]
-Weights = Annotated[str, typer.Option("--weights", help="float32, or float16 at half the memory traffic.")]
+Weights = Annotated[str, typer.Option("--weights", help="float32, float16 (half the traffic), int8 or auto.")]
+Kv = Annotated[str, typer.Option("--kv", help="What the pools keep: float32, or bfloat16 at half the bytes.")]
 Url = Annotated[
     str | None, typer.Option("--url", envvar="KVFERRY_URL", help="A running service; one is started if not given.")
 ]
@@ -60,11 +61,12 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65534, help="HTTP port; gRPC is the next one. 0: any.")] = 8000,
     kv_tokens: KvTokens = 0,
     weights: Weights = "float32",
+    kv: Kv = "float32",
     config: Annotated[Path | None, typer.Option(help="YAML file with more settings for the three programs.")] = None,
 ) -> None:
     """Starts a router and workers on this machine, until Ctrl-C."""
     plan = LocalPlan(
-        model or _packaged_model(), prefill, decode, port, port + 1 if port else 0, kv_tokens, weights, config
+        model or _packaged_model(), prefill, decode, port, port + 1 if port else 0, kv_tokens, weights, kv, config
     )
     _run(_up(plan))
 
@@ -132,6 +134,8 @@ def bench_load(
     model: Model = None,
     prefill: Prefill = 1,
     decode: Decode = 1,
+    weights: Weights = "float32",
+    kv: Kv = "float32",
     as_json: Json = False,
 ) -> None:
     """A closed-loop load test over real HTTP streams."""
@@ -146,13 +150,15 @@ def bench_load(
         if report.share_failed > max_failed:
             raise typer.Exit(1)
 
-    _run(_at_service(measure, url, model if url else model or _packaged_model(), prefill, decode))
+    plan = None if url else LocalPlan(model or _packaged_model(), prefill, decode, weights=weights, kv=kv)
+    _run(_at_service(measure, url, plan))
 
 
 @bench_app.command("engine")
 def bench_engine(
     model: Model = None,
     weights: Weights = "float32",
+    kv: Kv = "float32",
     threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
@@ -161,7 +167,7 @@ def bench_engine(
 
     directory = model or _packaged_model()
     with _errors():
-        print_engine_figures(directory, weights, threads, as_json)
+        print_engine_figures(directory, weights, kv, threads, as_json)
 
 
 @bench_app.command("exact")
@@ -172,26 +178,63 @@ def bench_exact(
     model: Model = None,
     prefill: Prefill = 1,
     decode: Decode = 1,
+    weights: Weights = "float32",
+    kv: Kv = "float32",
     as_json: Json = False,
 ) -> None:
-    """Token ids through the service against plain transformers, greedy, float32. Exit code 1 if they differ."""
+    """Token ids through the service against plain transformers, greedy, float32. Exit code 1 if they differ.
+
+    With other weights or KV than float32 it tells how many answers part, and where.
+    """
     from loadtest.exact import compare_with_reference
 
     directory = model or _packaged_model()
 
     async def measure(at: str) -> None:
-        if not await compare_with_reference(at, directory, prompts, output_tokens, as_json, notes):
+        must_equal = (weights, kv) == ("float32", "float32")
+        if not await compare_with_reference(at, directory, prompts, output_tokens, must_equal, as_json, notes):
             raise typer.Exit(1)
 
-    _run(_at_service(measure, url, directory, prefill, decode))
+    plan = LocalPlan(directory, prefill, decode, weights=weights, kv=kv)
+    _run(_at_service(measure, url, plan))
 
 
-async def _at_service(measure: Any, url: str | None, model: Path | None, prefill: int, decode: int) -> None:
+@bench_app.command("quality")
+def bench_quality(
+    model: Model = None,
+    weights: Annotated[list[str] | None, typer.Option("--weights", help="A kind; may be given more than once.")] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
+    as_json: Json = False,
+) -> None:
+    """What a kind of weights loses: perplexity and greedy agreement with float32, on a text that comes with kvferry."""
+    from deploy.quality_report import print_quality
+
+    directory = model or _packaged_model()
+    with _errors():
+        print_quality(directory, weights or ["float16", "int8"], threads, as_json)
+
+
+@bench_app.command("peers")
+def bench_peers(
+    peers: Annotated[Path, typer.Option("--peers", help="Directory with the peers' environments and model files.")],
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Every contender takes one turn in each.")] = 3,
+    only: Annotated[list[str] | None, typer.Option("--only", help="A contender's name; may be repeated.")] = None,
+    model: Model = None,
+    as_json: Json = False,
+) -> None:
+    """Our engine and its peers in turn, on the same work: ratios beside their targets. Let nothing else run."""
+    from deploy.contest_report import report_contest
+
+    directory = model or _packaged_model()
+    with _errors():
+        report_contest(peers, directory, rounds, only or [], as_json, notes)
+
+
+async def _at_service(measure: Any, url: str | None, plan: LocalPlan | None) -> None:
     if url:
         await measure(url.rstrip("/"))
         return
-    assert model is not None
-    plan = LocalPlan(model, prefill, decode)
+    assert plan is not None
     async with LocalDeployment(plan, ProgressLines(notes)).running() as deployment:
         await measure(deployment.url)
 

@@ -43,6 +43,7 @@ class LocalPlan:
     kv_tokens: int = 0
     """Per worker; 0: from the memory there is."""
     weights: str = "float32"
+    kv: str = "float32"
     config: Path | None = None
     extra: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """More flags, by role."""
@@ -75,7 +76,7 @@ class LocalDeployment:
         num_workers = plan.num_prefill + plan.num_decode
         self.threads = max(_num_cores() // max(num_workers, 1), 1)
         available = psutil.virtual_memory().available
-        self.kv_tokens = plan.kv_tokens or pool_tokens(self.shape, available, num_workers)
+        self.kv_tokens = plan.kv_tokens or pool_tokens(self.shape, available, num_workers, plan.kv)
         self._from_file = {role: self._keys_in_file(role) for role in MODULES}
         self.children: dict[str, Child] = {}
         self._changed = asyncio.Event()
@@ -132,7 +133,7 @@ class LocalDeployment:
 
     def _worker_arguments(self, name: str) -> list[str]:
         registry = self.children["router"].details["registry"]
-        sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens, "weights": self.plan.weights}
+        sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens, "weights": self.plan.weights, "kv": self.plan.kv}
         from_file = self._from_file[name.partition("-")[0]]
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items() if key not in from_file]
         return [f"--name={name}", f"--router={registry}", *flags]

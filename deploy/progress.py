@@ -32,7 +32,7 @@ class ProgressLines:
 def banner(deployment: LocalDeployment) -> str:
     """Addresses, model, pools, what they hold, and a line to paste."""
     shape, router = deployment.shape, deployment.children["router"].details
-    per_token = shape.kv_bytes_per_token("float32")
+    per_token = shape.kv_bytes_per_token(deployment.plan.kv)
     tokens = deployment.kv_tokens
     num_prefill, num_decode = len(deployment.of("prefill")), len(deployment.of("decode"))
     length = min(REQUEST_TOKENS, tokens)

@@ -105,8 +105,11 @@ class WorkerConfig(_Config):
     """Tokens that one sequence may have; 0: the model's limit."""
     threads: int = Field(1, ge=1)
     """Compute threads of the engine."""
-    weights: str = Field("float32", pattern="^(float32|float16)$")
-    """How weights are kept: float32, or float16 at half the memory traffic. The same in the whole deployment."""
+    weights: str = Field("float32", pattern="^(float32|float16|int8|auto)$")
+    """How weights are kept: float32; float16 at half the memory traffic; int8 at a quarter, with a loss (`kvferry bench quality`);
+    auto: float16 where it loses next to nothing. The same in the whole deployment."""
+    kv: str = Field("float32", pattern="^(float32|bfloat16)$")
+    """What the pool keeps and ships: float32, or bfloat16 at half the bytes. The same in the whole deployment."""
     step_target_s: float = Field(0.4, gt=0)
     """The time that catching up (chunks, tails) may take of one step."""
     max_step_tokens: int = Field(2048, ge=16)
@@ -122,7 +125,8 @@ class DecodeConfig(WorkerConfig):
     model_config = SettingsConfigDict(env_prefix="KVFERRY_DECODE_")
     role: ClassVar[str] = "decode"
 
-    step_target_s: float = Field(0.2, gt=0)
+    itl_target_ms: float = Field(250.0, gt=0)
+    """The gap between two tokens that catching up (tails, local chunks) may cause in steps in which others yield tokens."""
     max_sequences: int = Field(64, ge=1)
     """Choices in steps or fetching at once."""
     max_local_tokens: int = Field(512, ge=0)

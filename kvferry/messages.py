@@ -299,6 +299,8 @@ class WorkerDescription:
     max_sequences: int
     pid: int = 0
     num_threads: int = 1
+    ceiling_flops_per_s: float = 0.0
+    ceiling_bytes_per_s: float = 0.0
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -321,6 +323,8 @@ class WorkerProgress:
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
     sealed_block_ids: tuple[bytes, ...] = ()
     evicted_block_ids: tuple[bytes, ...] = ()
+    flops_per_s: float = 0.0
+    bytes_per_s: float = 0.0
 
 
 JoinUp = WorkerDescription | WorkerProgress

@@ -90,10 +90,10 @@ POOL_SHARE = 0.5
 MAX_POOL_BYTES = 4 * 1024**3
 
 
-def pool_tokens(shape: ModelShape, available_bytes: int, num_pools: int) -> int:
-    """Tokens that one of `num_pools` float32 pools gets when nobody says how many."""
+def pool_tokens(shape: ModelShape, available_bytes: int, num_pools: int, dtype: str = "float32") -> int:
+    """Tokens that one of `num_pools` pools gets when nobody says how many."""
     budget = min(available_bytes * POOL_SHARE / max(num_pools, 1), MAX_POOL_BYTES)
-    return max(int(budget) // shape.kv_bytes_per_token("float32"), 64)
+    return max(int(budget) // shape.kv_bytes_per_token(dtype), 64)
 
 
 def human_bytes(count: float) -> str:

@@ -1,11 +1,12 @@
 """The prefill policy: fills a step with large chunks of few chains, up to a budget of time, and wants no logits.
 
-Pure: no I/O, no clock. A chain starts when all of it fits into the pool. Computing has no owner: at each plan, in the order of
-priority and arrival, a chain goes on over what is sealed and claims what it computes in this step; whoever wants a claimed
-block too simply finds it sealed at a later plan. So shared work passes on when one waiter leaves, and ends with the last.
+Pure: no I/O, no clock. A chain starts when all of it fits into the pool; short chains may pass long ones, which cannot starve.
+Computing has no owner: at each plan a chain goes on over what is sealed and claims what it computes in this step; whoever wants a
+claimed block too simply finds it sealed at a later plan. So shared work passes on when one waiter leaves, and ends with the last.
 """
 
 from enum import Enum
+from itertools import groupby
 
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import Chunk, Plan, StepResult
@@ -13,6 +14,7 @@ from kvferry.engine.sequence import Sequence
 from kvferry.errors import InvalidRequest, PoolExhausted
 from kvferry.kv.pool import BlockPool
 from kvferry.messages import Source
+from kvferry.turns import may_pass, turns
 
 
 class ChainState(Enum):
@@ -41,11 +43,17 @@ class Chain:
         self.sequence = sequence
         self.holders = list(holders)
         self.salt = salt
-        self.order = (-priority, arrival)
+        self.priority, self.order = priority, (-priority, arrival)
+        self.num_passed_blocks = 0
+        """Of chains that started before this one, although they came later."""
         self.state = ChainState.WAITING
         self.num_done_blocks = 0
         self.num_cached_blocks = 0
         self.failure = ""
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return len(self.sequence.tokens) - self.sequence.num_computed
 
     def move(self, state: ChainState) -> None:
         if (self.state, state) not in TRANSITIONS:
@@ -110,13 +118,17 @@ class PrefillScheduler:
     def _plan(self, step: int) -> Plan | None:
         ordered = sorted(self._chains.values(), key=lambda chain: chain.order)
         self._start_what_fits(ordered)
-        left, claimed, chunks = self._budget.num_tokens(), set[bytes](), list[Chunk]()
         for chain in ordered:
-            if chain.state is not ChainState.RUNNING:
-                continue
-            self._adopt(chain)
-            if chain.state is ChainState.RUNNING and left >= self._block_size:
-                chunk = self._chunk(chain.sequence, left, claimed)
+            if chain.state is ChainState.RUNNING:
+                self._adopt(chain)
+        left, claimed, chunks = self._budget.num_tokens(), set[bytes](), list[Chunk]()
+        running = [chain for chain in ordered if chain.state is ChainState.RUNNING]
+        for _, group in groupby(running, key=lambda chain: chain.priority):
+            chains = list(group)
+            for turn in turns([chain.num_missing_tokens for chain in chains], left, self._block_size):
+                if left < self._block_size:
+                    break
+                chunk = self._chunk(chains[turn.place].sequence, min(left, turn.max_tokens), claimed)
                 if chunk is not None:
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
@@ -145,19 +157,30 @@ class PrefillScheduler:
         return None
 
     def _start_what_fits(self, ordered: list[Chain]) -> None:
-        """In order; a chain that does not fit is not passed by a later one, so that it cannot starve."""
+        """In order; a chain that does not fit is passed by later ones, as far as it may be."""
+        blocked: Chain | None = None
         for chain in ordered:
             if chain.state is not ChainState.WAITING:
                 continue
-            sequence = chain.sequence
-            missing = len(sequence.block_ids) - self._pool.num_sealed_prefix(sequence.block_ids)
-            if missing > self._pool.num_available:
-                return
-            try:
-                chain.num_cached_blocks = sequence.start(len(sequence.tokens), len(sequence.block_ids))
-            except PoolExhausted:  # adopting made evictable blocks live
-                return
-            self._read_or_run(chain)
+            size = len(chain.sequence.block_ids)
+            if blocked is not None and not may_pass(size, blocked.num_passed_blocks, len(blocked.sequence.block_ids)):
+                continue
+            if not self._start(chain):
+                blocked = blocked or chain
+            elif blocked is not None:
+                blocked.num_passed_blocks += size
+
+    def _start(self, chain: Chain) -> bool:
+        sequence = chain.sequence
+        missing = len(sequence.block_ids) - self._pool.num_sealed_prefix(sequence.block_ids)
+        if missing > self._pool.num_available:
+            return False
+        try:
+            chain.num_cached_blocks = sequence.start(len(sequence.tokens), len(sequence.block_ids))
+        except PoolExhausted:  # adopting made evictable blocks live
+            return False
+        self._read_or_run(chain)
+        return True
 
     def _read_or_run(self, chain: Chain) -> None:
         chain.num_done_blocks = chain.sequence.num_sealed_blocks

@@ -35,6 +35,8 @@ class PrefillWorker:
             num_serving=self._source.num_serving,
             slots=self.body.pool.counts,
             counters=dict(self.body.counters.values),
+            flops_per_s=self.loop.throughput.flops_per_s,
+            bytes_per_s=self.loop.throughput.bytes_per_s,
         )
 
     async def run(self) -> None:

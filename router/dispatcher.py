@@ -35,6 +35,7 @@ from kvferry.messages import (
 )
 from kvferry.streams import Dialer
 from kvferry.text.model_text import ModelText
+from kvferry.turns import may_pass
 from router.decode_link import SILENCE_S, DecodeLink
 from router.index import PrefixIndex
 from router.journal import Acceptance
@@ -174,12 +175,19 @@ class Dispatcher:
         now = self._now()
         self._expire(now)
         self._queue.sort(key=lambda live: (-live.request.priority, live.number))
+        blocked: Live | None = None
         for live in list(self._queue):
+            if blocked is not None and not may_pass(live.size, blocked.num_passed_tokens, blocked.size):
+                continue
             placement = self._placement(live)
             if placement is None:
-                if self._num_kv_tokens(live) > (self.max_kv_tokens or 0):
-                    continue  # the worker that could hold it is gone: it waits for another one, apart from the queue
-                return  # in order: a request that finds no room is not passed by a later one
+                if self._num_kv_tokens(live) <= (self.max_kv_tokens or 0):
+                    blocked = (
+                        blocked or live
+                    )  # else the worker that could hold it is gone: it waits apart from the queue
+                continue
+            if blocked is not None:
+                blocked.num_passed_tokens += live.size
             self._queue.remove(live)
             self._open(live, placement, now)
 

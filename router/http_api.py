@@ -193,7 +193,9 @@ class StreamedAnswer(Response):
         choices = [ChoiceShape(self._shape, index, live) for index, live in enumerate(owners)]
         async for numbered in deltas_of(self._lives):
             pieces = [
-                choices[one.index].piece(one.delta) for one in numbered if choices[one.index].is_worth_sending(one.delta)
+                choices[one.index].piece(one.delta)
+                for one in numbered
+                if choices[one.index].is_worth_sending(one.delta)
             ]
             if pieces:
                 yield b"".join(self._shape.chunk(piece, self._includes_usage) for piece in pieces)

@@ -54,6 +54,8 @@ class Live:
         self.placed_tokens = 0
         self.failed_worker_ids: set[str] = set()
         self.num_losses = 0
+        self.num_passed_tokens = 0
+        """Of requests that were placed before this one, although they came later."""
         self.first_report: StartReport | None = None
         self._placed_s = now
         self._block_ids: list[bytes] = []
@@ -78,6 +80,11 @@ class Live:
         """For the next attempt: what has come is not asked for again."""
         sampling = self.request.sampling
         return sampling if self.wants_prompt_logprobs else replace(sampling, num_prompt_logprobs=None)
+
+    @property
+    def size(self) -> int:
+        """Tokens of all its choices, as they stand."""
+        return self.longest_tokens * len(self.journal.choices)
 
     def move(self, state: LiveState) -> None:
         if (self.state, state) not in TRANSITIONS:

@@ -71,6 +71,11 @@ class _StateCollector(Collector):
         counters = CounterMetricFamily(
             "kvferry_worker_events", "Counters of a worker, by name.", labels=[*labels, "name"]
         )
+        rates = GaugeMetricFamily(
+            "kvferry_worker_roofline",
+            "A second's operations (flops) and bytes: achieved while stepping, and the machine's ceiling.",
+            labels=[*labels, "resource", "kind"],
+        )
         for member in self._dispatcher.members:
             names, progress = [member.worker_id, member.role.value], member.progress
             for state in ("waiting", "fetching", "running", "serving"):
@@ -79,6 +84,10 @@ class _StateCollector(Collector):
                 slots.add_metric([*names, state], getattr(progress.slots, f"num_{state}"))
             step.add_metric(names, progress.step)
             active.add_metric(names, member.num_active)
+            for resource in ("flops", "bytes"):
+                rates.add_metric([*names, resource, "achieved"], getattr(progress, f"{resource}_per_s"))
+                ceiling = getattr(member.description, f"ceiling_{resource}_per_s")
+                rates.add_metric([*names, resource, "ceiling"], ceiling)
             for name, value in sorted(progress.counters.items()):
                 counters.add_metric([*names, name], value)
-        yield from (sequences, slots, step, active, counters)
+        yield from (sequences, slots, step, active, counters, rates)

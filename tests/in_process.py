@@ -101,8 +101,9 @@ class Deployment:
         return member is not None and (member.role is Role.PREFILL or member.is_attached)
 
     def submit(self, prompt: list[int], max_tokens: int = 8, n: int = 1, temperature: float = 0, **more: Any) -> Live:
-        seed, stop_ids = more.pop("seed", 7), more.pop("stop_token_ids", ())
-        sampling = Sampling(seed, max_tokens, temperature, stop_token_ids=stop_ids)
+        names = ("stop_token_ids", "num_logprobs", "num_prompt_logprobs")
+        fields = {name: more.pop(name) for name in names if name in more}
+        sampling = Sampling(more.pop("seed", 7), max_tokens, temperature, **fields)
         return self.dispatcher.submit(GenerationRequest(tuple(prompt), sampling, n, **more))
 
     async def answer(self, prompt: list[int], max_tokens: int = 8, **more: Any) -> list[int]:

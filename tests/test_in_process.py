@@ -609,3 +609,164 @@ def test_a_reader_that_leaves_while_its_chain_reads_from_a_holder_harms_nobody()
             await d.quiet()
 
     run_virtual(main)
+
+
+# ----------------------------------------------------------------------------------------------------- log-probabilities
+
+
+def scored(tokens):
+    return [-one.logprob for one in tokens]
+
+
+def test_log_probabilities_are_those_of_the_tokens_they_come_with():
+    """T059, T064: of every token that is yielded, and of the prompt's, which are fetched from nobody."""
+
+    async def main():
+        async with deployment("p1", "d1") as d:
+            prompt = prompt_of(150)
+            await d.answer(prompt, 3)  # its blocks are sealed everywhere: nothing of it may be skipped
+            for max_tokens in (0, 1, 9):
+                live = d.submit(prompt, max_tokens, num_logprobs=1, num_prompt_logprobs=2)
+                await wait_all([live])
+                (choice,) = live.journal.choices
+                assert choice.tokens == expected(prompt, 9)[:max_tokens]
+                assert scored(choice.logprobs) == choice.tokens
+                assert scored(live.journal.prompt_logprobs) == prompt[1:]
+                assert len(live.journal.prompt_logprobs[0].top) == 2
+                assert live.summary().num_fetched_blocks == 0
+                assert choice.finish is not None
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_n_choices_have_the_prompts_log_probabilities_once():
+    async def main():
+        async with deployment("p1", "d1") as d:
+            prompt = prompt_of(90)
+            live = d.submit(prompt, 4, n=3, num_prompt_logprobs=0)
+            await wait_all([live])
+            assert scored(live.journal.prompt_logprobs) == prompt[1:]
+            assert [choice.tokens for choice in live.journal.choices] == [expected(prompt, 4)] * 3
+            await d.quiet()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("at_s", [0.05, 0.2, 0.4, 0.8, 1.2])
+def test_a_lost_decode_worker_leaves_no_gap_in_the_log_probabilities(at_s):
+    async def main():
+        async with deployment("p1", "d1", "d2") as d:
+            prompt = prompt_of(600)
+            live = d.submit(prompt, 40, num_logprobs=0, num_prompt_logprobs=0)
+            await asyncio.sleep(at_s)
+            if live.decode_id in d.nodes:
+                await d.kill(live.decode_id)
+            await wait_all([live])
+            (choice,) = live.journal.choices
+            assert choice.tokens == expected(prompt, 40)
+            assert scored(choice.logprobs) == choice.tokens
+            assert scored(live.journal.prompt_logprobs) == prompt[1:]
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_preemption_changes_neither_tokens_nor_log_probabilities():
+    """T051, with the pool so small that it must happen."""
+
+    async def main():
+        async with deployment("d1", num_slots=24) as d:
+            prompts = [prompt_of(40, k) for k in range(8)]
+            lives = [d.submit(prompt, 90, num_logprobs=1, num_prompt_logprobs=1) for prompt in prompts]
+            await wait_all(lives)
+            for prompt, live in zip(prompts, lives, strict=True):
+                (choice,) = live.journal.choices
+                assert choice.tokens == expected(prompt, 90)
+                assert scored(choice.logprobs) == choice.tokens
+                assert scored(live.journal.prompt_logprobs) == prompt[1:]
+            assert d.nodes["d1"].worker.load().counters["preemptions"] > 0
+            await d.quiet()
+
+    run_virtual(main)
+
+
+# ------------------------------------------------------------------------------------------------------------- fairness
+
+
+def test_short_prompts_do_not_wait_for_a_long_one():
+    """T049: beside a prompt of 7,500 tokens a short one's first token comes within 4 times its time alone."""
+
+    async def main():
+        async with deployment("p1", "d1", num_slots=1200) as d:
+            prompt = prompt_of(150, "alone")
+            live = d.submit(prompt, 1)
+            await wait_all([live])
+            alone_s = live.instants_s["first_token"]
+            long = d.submit(prompt_of(7500, "long"), 4)
+            for number in range(10):
+                await asyncio.sleep(0.3)
+                live = d.submit(prompt_of(150, number), 1)
+                await wait_all([live])
+                assert live.instants_s["first_token"] < 4 * alone_s, number
+            assert not long.has_ended
+            await wait_all([long])
+            assert long.journal.choices[0].tokens == expected(prompt_of(7500, "long"), 4)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_short_requests_pass_one_that_finds_no_room_and_it_is_served_in_time():
+    async def main():
+        async with deployment("p1", "d1", num_slots=100) as d:
+            running = d.submit(prompt_of(1000, "running"), 300)
+            await asyncio.sleep(1)
+            large = d.submit(prompt_of(1200, "large"), 4)
+            shorts = [d.submit(prompt_of(50, k), 4) for k in range(30)]
+            await asyncio.sleep(3)
+            assert not large.has_ended
+            assert 3 <= sum(short.has_ended for short in shorts) <= 1200 // 50
+            await wait_all([running, large, *shorts])
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_after_everything_is_aborted_a_large_request_starts_at_once():
+    """T052."""
+
+    async def main():
+        async with deployment("p1", "d1", num_slots=60) as d:
+            for round_number in range(10):
+                lives = [d.submit(prompt_of(200, (round_number, k)), 60) for k in range(12)]
+                await asyncio.sleep(0.7)
+                for live in lives:
+                    d.dispatcher.cancel(live)
+                await asyncio.sleep(1)
+                live = d.submit(prompt_of(560, round_number), 1)
+                await wait_all([live])
+                assert live.instants_s["placed"] < 0.01
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_every_way_to_need_a_slot_can_evict():
+    """T025: the pool is full of cached blocks, and admission, growth, receiving and preempted work go on."""
+
+    async def main():
+        async with deployment("p1", "d1", num_slots=40) as d:
+            for k in range(8):
+                await d.answer(prompt_of(200, ("fill", k)), 2)
+            assert d.nodes["d1"].worker.body.pool.counts.num_free < 5
+            assert d.nodes["p1"].worker.body.pool.counts.num_free < 15
+            prompts = [prompt_of(120, ("new", k)) for k in range(6)]
+            answers = await asyncio.gather(*(d.answer(prompt, 150) for prompt in prompts))
+            assert answers == [expected(prompt, 150) for prompt in prompts]
+            counters = d.nodes["d1"].worker.load().counters
+            assert counters["evicted_blocks"] > 0
+            assert counters["preemptions"] > 0
+            await d.quiet()
+
+    run_virtual(main)

@@ -17,7 +17,17 @@ U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**63)
 TOKENS = st.lists(U32, max_size=20).map(tuple)
 SOURCES = st.lists(st.builds(m.Source, st.text(max_size=5), st.text(max_size=5)), max_size=3).map(tuple)
 SECONDS = st.none() | st.integers(1, 10**6).map(lambda ms: ms / 1000)
-SAMPLING = st.builds(m.Sampling, U64, U32, st.floats(0, 2), U32, st.floats(0.1, 1), TOKENS)
+SAMPLING = st.builds(
+    m.Sampling, U64, U32, st.floats(0, 2), U32, st.floats(0.1, 1), st.floats(0, 1), st.floats(-2, 2), st.floats(-2, 2),
+    st.floats(0.1, 9), st.lists(st.tuples(U32, st.floats(-100, 100, width=32)), max_size=3).map(tuple), U32, TOKENS,
+    st.none() | U32, st.none() | U32,
+)  # fmt: skip
+LOGPROBS = st.lists(
+    st.builds(
+        m.TokenLogprobs, st.floats(-99, 0), U32, st.lists(st.tuples(U32, st.floats(-99, 0)), max_size=2).map(tuple)
+    ),
+    max_size=3,
+).map(tuple)
 MICRO = st.none() | st.integers(0, 10**9).map(lambda us: us / 1e6)
 CASES = {
     "fetch_up": st.builds(m.FetchAck, U32)
@@ -31,16 +41,18 @@ CASES = {
     | st.builds(m.RequestOpen, U64, U32, TOKENS, st.lists(st.builds(m.ChoiceStart, U32, TOKENS), max_size=3).map(tuple),
                 SAMPLING, st.binary(max_size=9), SOURCES, SOURCES, st.integers(-9, 9), SECONDS),
     "decode_message": st.builds(m.Beat, U64)
-    | st.builds(m.StepOutput, U64, st.lists(st.builds(m.NewTokens, U64, U32, U32, U32, TOKENS), max_size=3).map(tuple),
+    | st.builds(m.StepOutput, U64, st.lists(st.builds(m.NewTokens, U64, U32, U32, U32, TOKENS, LOGPROBS),
+                                                   max_size=3).map(tuple),
+                st.lists(st.builds(m.PromptLogprobs, U64, U32, U32, LOGPROBS), max_size=2).map(tuple),
                 st.lists(st.builds(m.StartReport, U64, U32, MICRO, MICRO, MICRO, MICRO, MICRO, U32, U32, U32, U32, U32, U64,
                                    st.text(max_size=5)), max_size=2).map(tuple),
                 st.lists(st.builds(m.ChoiceEnd, U64, U32, U32, st.sampled_from(m.ChoiceEndReason), st.text(max_size=5),
                                    st.lists(st.text(max_size=4), max_size=2).map(tuple)), max_size=2).map(tuple)),
     "join_up": st.builds(m.WorkerDescription, *[st.text(max_size=5)] * 2, st.sampled_from(m.Role), *[st.text(max_size=5)] * 4,
-                         U32, U64, U64, U32, U32, U32, U32, U32, U32)
+                         U32, U64, U64, U32, U32, U32, U32, U32, st.floats(0, 1e12), st.floats(0, 1e12), U32)
     | st.builds(m.WorkerProgress, U64, U32, U32, U32, U32, st.builds(m.SlotCounts, U64, U64, U64, U64),
                 st.dictionaries(st.text(max_size=5), U64, max_size=3), st.lists(IDS, max_size=3).map(tuple),
-                st.lists(IDS, max_size=3).map(tuple)),
+                st.lists(IDS, max_size=3).map(tuple), st.floats(0, 1e12), st.floats(0, 1e12)),
     "join_down": st.builds(m.Welcome, st.text(max_size=5)) | st.builds(m.Refusal, st.text(max_size=5), st.text(max_size=5))
     | st.just(m.Beat()),
 }  # fmt: skip
@@ -56,6 +68,7 @@ def test_what_is_sent_is_what_arrives(kind):
         back = from_wire(type(wire).FromString(wire.SerializeToString()))
         if isinstance(value, m.StepOutput):
             assert (back.step, back.tokens, back.ends) == (value.step, value.tokens, value.ends)
+            assert back.prompt_logprobs == value.prompt_logprobs
             for one, two in zip(back.starts, value.starts, strict=True):
                 assert one.first_token_s == pytest.approx(two.first_token_s, abs=2e-6)
                 assert (one.source_worker_id, one.fetched_bytes) == (two.source_worker_id, two.fetched_bytes)

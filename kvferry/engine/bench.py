@@ -15,21 +15,13 @@ from pathlib import Path
 import torch
 
 from kvferry.engine.engine import Engine
-from kvferry.engine.load import load_engine
+from kvferry.engine.load import EngineSettings, load_engine
 from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
-from kvferry.shape import BYTES_PER_NUMBER, ModelShape, read_shape
+from kvferry.engine.roofline import Ceilings, measure_ceilings
 
 PREFILLS = (128, 1024)
 DECODES = tuple((context, batch) for context in (128, 1024) for batch in (1, 8, 16))
 REPEATS = 7
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """What one thread reaches here."""
-
-    bytes_per_s: float
-    flops_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +30,19 @@ class Figure:
     num_tokens: int
     step_s: float
     floor_s: float
+    flops_per_s: float
+    bytes_per_s: float
+    ceilings: Ceilings
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.step_s
+
+    @property
+    def bound_by(self) -> str:
+        """Which of the two ceilings is nearer."""
+        compute, memory = self.flops_per_s / self.ceilings.flops_per_s, self.bytes_per_s / self.ceilings.bytes_per_s
+        return "compute" if compute > memory else "memory"
 
     @property
     def share(self) -> float:
@@ -49,41 +50,29 @@ class Figure:
         return self.floor_s / self.step_s
 
 
-def measure_ceilings() -> Ceilings:
-    """Reading 256 MiB (a sum), and a float32 product of 1024 rows (torch's BLAS), each at its best of five."""
-    data = torch.ones(64 * 1024 * 1024)
-    left, right = torch.ones(1024, 1024), torch.ones(1024, 1024)
-    return Ceilings(data.nbytes / _best(data.sum), 2 * 1024**3 / _best(lambda: left @ right))
-
-
-def _best(work: object, times: int = 5) -> float:
-    assert callable(work)
-    seconds: list[float] = []
-    for _ in range(times):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
-def measure(directory: Path, weights: str, num_threads: int) -> Iterator[Figure]:
-    shape = read_shape(str(directory))
+def measure(directory: Path, weights: str, kv: str, num_threads: int) -> Iterator[Figure]:
     torch.set_num_threads(num_threads)
     ceilings = measure_ceilings()
-    engine = load_engine(directory, 20 * 1024, num_threads=num_threads, weights=weights)
+    engine = load_engine(
+        directory, EngineSettings(kv_tokens=20 * 1024, num_threads=num_threads, weights=weights, kv=kv)
+    )
     for length in PREFILLS:
         plan = Plan(1, (_chunk(0, length, 0, 1),))
-        seconds = _median(engine, plan, 3)
-        yield Figure(f"prefill_{length}", length, seconds, _floor_s(shape, weights, ceilings, length, 0, 1))
+        yield _figure(f"prefill_{length}", engine, plan, 3, ceilings)
     for context, batch in DECODES:
         per_sequence = -(-(context + 1) // engine.identity.block_size)
         for number in range(batch):
             engine.runner.run(Plan(1, (_chunk(number, context, 0, 1 + number * per_sequence),)))
         chunks = tuple(_chunk(number, 1, context, 1 + number * per_sequence) for number in range(batch))
-        seconds = _median(engine, Plan(1, chunks), REPEATS)
-        yield Figure(
-            f"decode_c{context}_b{batch}", batch, seconds, _floor_s(shape, weights, ceilings, batch, context, batch)
-        )
+        yield _figure(f"decode_c{context}_b{batch}", engine, Plan(1, chunks), REPEATS, ceilings)
+
+
+def _figure(workload: str, engine: Engine, plan: Plan, times: int, ceilings: Ceilings) -> Figure:
+    step_s, work = _median(engine, plan, times), engine.costs.of_plan(plan)
+    num_tokens = plan.num_tokens
+    return Figure(
+        workload, num_tokens, step_s, work.floor_s(ceilings), work.flops / step_s, work.num_bytes / step_s, ceilings
+    )
 
 
 def _chunk(number: int, length: int, start: int, first_slot: int, block_size: int = 16) -> Chunk:
@@ -101,16 +90,3 @@ def _median(engine: Engine, plan: Plan, times: int) -> float:
         engine.runner.run(plan)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
-
-
-def _floor_s(shape: ModelShape, weights: str, ceilings: Ceilings, rows: int, context: int, num_logits: int) -> float:
-    """Weights and KV read once, or every multiplication done; the output layer is counted for the rows that want logits."""
-    output_layer = shape.vocabulary_size * shape.hidden_size
-    projections = shape.num_weights - output_layer * (1 if shape.is_tied else 2)
-    num_bytes = (projections + output_layer) * BYTES_PER_NUMBER[weights] + rows * context * shape.kv_bytes_per_token(
-        "float32"
-    )
-    seen = context if context else rows / 2
-    attention = 4 * shape.num_layers * shape.num_heads * shape.head_size * seen
-    flops = 2 * (projections * rows + output_layer * num_logits) + attention * rows
-    return max(num_bytes / ceilings.bytes_per_s, flops / ceilings.flops_per_s)

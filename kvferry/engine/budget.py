@@ -1,6 +1,7 @@
-"""How many tokens of catching up fit into a step of a given time, from measured steps.
+"""How many tokens of catching up fit into a step, from measured steps. Pure.
 
-Pure. A step of n tokens is taken to cost `n / rate`; the rate is a running mean over steps that are mostly catching up.
+A step of n tokens is taken to cost `n / rate`; the rate is a running mean over steps that are mostly catching up. A decode worker's
+budget is what its target for the gap between two tokens leaves, after the steps that only yield tokens have been measured.
 """
 
 INITIAL_TOKENS_PER_S = 400.0
@@ -8,18 +9,28 @@ SMOOTHING = 0.3
 
 
 class StepBudget:
-    """`target_s` is the time of a step; the answer is a multiple of the block size and at least one block."""
+    """`target_s` is the time of catching up in a step; the answer is a multiple of the block size and at least one block."""
 
-    def __init__(self, target_s: float, block_size: int, max_tokens: int):
-        self._target_s, self._block_size = target_s, block_size
+    def __init__(self, target_s: float, block_size: int, max_tokens: int, itl_target_s: float = 0.0):
+        """`itl_target_s`: the whole time of a step in which others yield tokens; 0: the same as if there were none."""
+        self._target_s, self._block_size, self._itl_target_s = target_s, block_size, itl_target_s
         self._max_tokens = max(max_tokens, block_size)
         self.tokens_per_s = INITIAL_TOKENS_PER_S
+        self.yielding_s = 0.0
+        """Of the steps that only yield tokens."""
 
-    def num_tokens(self) -> int:
-        wanted = min(self._target_s * self.tokens_per_s, self._max_tokens)
+    def num_tokens(self, is_yielding: bool = False) -> int:
+        """`is_yielding`: sequences that yield a token take part in the step, and wait for all of it."""
+        target_s = self._target_s
+        if is_yielding and self._itl_target_s:
+            target_s = min(target_s, self._itl_target_s - self.yielding_s)
+        wanted = min(target_s * self.tokens_per_s, self._max_tokens)
         return max(int(wanted) // self._block_size, 1) * self._block_size
 
     def measured(self, num_tokens: int, duration_s: float) -> None:
         """One step's tokens and time. Steps smaller than a block say little about the rate and are left out."""
         if num_tokens >= self._block_size and duration_s > 0:
             self.tokens_per_s += SMOOTHING * (num_tokens / duration_s - self.tokens_per_s)
+
+    def measured_yielding(self, duration_s: float) -> None:
+        self.yielding_s += SMOOTHING * (duration_s - self.yielding_s) if self.yielding_s else duration_s

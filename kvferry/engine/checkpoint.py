@@ -4,90 +4,56 @@ What cannot be run is refused here, at once, naming file and field. Pickled chec
 """
 
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from safetensors import safe_open
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from kvferry.errors import ConfigurationError
 
-
-@dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """The fields of a Llama checkpoint's config.json that its arithmetic depends on."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocabulary_size: int
-    context_tokens: int
-    norm_epsilon: float
-    is_tied: bool
-    raw: dict[str, Any]
-    """All of config.json: transformers computes the RoPE from it."""
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
+"""Kinds whose table depends on the position and on the configuration alone."""
 
 
-MUST_BE = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "sliding_window": (None,),
-}
-ROPE_KINDS = ("default", "linear", "llama3")
-"""Kinds whose table depends on the position alone."""
-
-
-def read_config(directory: Path) -> LlamaConfig:
+def read_config(directory: Path) -> PretrainedConfig:
+    """transformers' configuration, defaults filled in. Raises ConfigurationError for what no engine here can run."""
     path = directory / "config.json"
     if not path.is_file():
         raise ConfigurationError(f"{path} is missing: --model takes a Hugging Face checkpoint directory")
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is not JSON: {error}") from error
-    if raw.get("model_type") != "llama":
-        raise ConfigurationError(f"{path}: model_type is {raw.get('model_type')!r}; this version runs 'llama' only")
-    for name, allowed in MUST_BE.items():
-        if raw.get(name, allowed[0]) not in allowed:
-            raise ConfigurationError(f"{path}: {name} is {raw[name]!r}; this version runs {allowed[0]!r} only")
-    kind = rope_kind(raw)
-    if kind not in ROPE_KINDS:
-        raise ConfigurationError(
-            f"{path}: rope type {kind!r} is not run (known: {', '.join(ROPE_KINDS)}); kinds whose KV depends on a later "
-            "length, as dynamic NTK, cannot be cached by prefix"
-        )
+        kind = raw.get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ConfigurationError(f"{path} is not a JSON object: {error}") from error
+    _refuse_rope(path, raw.get("rope_scaling"))
+    if kind not in CONFIG_MAPPING:
+        raise ConfigurationError(f"{path}: model_type {kind!r} is unknown to the transformers installed here")
     try:
-        heads = int(raw["num_attention_heads"])
-        return LlamaConfig(
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
-            num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_size=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-            vocabulary_size=int(raw["vocab_size"]),
-            context_tokens=int(raw["max_position_embeddings"]),
-            norm_epsilon=float(raw["rms_norm_eps"]),
-            is_tied=bool(raw.get("tie_word_embeddings", False)),
-            raw=raw,
-        )
-    except KeyError as error:
-        raise ConfigurationError(f"{path}: field {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{path}: a field is not a number: {error}") from error
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds, its validators their own
+        raise ConfigurationError(f"{path}: transformers does not accept it: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigurationError(f"{path}: model_type {kind!r} is no language model that transformers can decode with")
+    _refuse_rope(path, getattr(config.get_text_config(decoder=True), "rope_parameters", None))
+    return config
 
 
-def rope_kind(raw: dict[str, Any]) -> str:
-    """Old configurations say `rope_scaling`, new ones `rope_parameters`; the kind is `rope_type` or `type`."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    return scaling.get("rope_type") or scaling.get("type") or "default"
+def _refuse_rope(path: Path, parameters: Any) -> None:
+    """The kind is `rope_type` or `type`; a dictionary of dictionaries has one for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return
+    for part in [one for one in parameters.values() if isinstance(one, dict)] or [parameters]:
+        kind = part.get("rope_type") or part.get("type") or "default"
+        if kind not in ROPE_KINDS:
+            raise ConfigurationError(
+                f"{path}: rope type {kind!r} is not run (known: {', '.join(ROPE_KINDS)}); kinds whose KV depends on a "
+                "later length, as dynamic NTK and longrope, cannot be cached by prefix"
+            )
 
 
 class Tensors:
@@ -101,35 +67,57 @@ class Tensors:
     def _find_files(self) -> dict[str, Path]:
         index, single = self._directory / "model.safetensors.index.json", self._directory / "model.safetensors"
         if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            files = {name: self._directory / file for name, file in weight_map.items()}
+            try:
+                weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+                files = {name: self._directory / file for name, file in weight_map.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigurationError(f"{index} has no readable weight_map: {error!r}") from error
             for path in set(files.values()):
                 if not path.is_file():
                     raise ConfigurationError(f"{path} is missing, but {index.name} names it")
             return files
         if not single.is_file():
             raise ConfigurationError(f"{single} is missing: kvferry reads safetensors only (never .bin or .pt)")
+        return dict.fromkeys(self._open(single).keys(), single)
+
+    @staticmethod
+    def _open(path: Path) -> Any:
         try:
-            with safe_open(str(single), "pt") as file:
-                return dict.fromkeys(file.keys(), single)
+            return safe_open(str(path), "pt")
         except Exception as error:  # safetensors raises its own, undocumented kinds
-            raise ConfigurationError(f"{single} is not a safetensors file: {error}") from error
+            raise ConfigurationError(f"{path} is not a safetensors file: {error}") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """In float32, of exactly that shape."""
+    def mapped(self, name: str, *shape: int) -> torch.Tensor:
+        """In the file's dtype, of exactly that shape; its pages are the file's."""
         if name not in self._files:
             raise ConfigurationError(f"{self._directory}: tensor {name} is missing")
-        with safe_open(str(self._files[name]), "pt") as file:
-            tensor = file.get_tensor(name)
+        with self._open(self._files[name]) as file:
+            try:
+                tensor: torch.Tensor = file.get_tensor(name)
+            except Exception as error:
+                raise ConfigurationError(f"{self._files[name]}: tensor {name} cannot be read: {error}") from error
         if tuple(tensor.shape) != shape:
             raise ConfigurationError(
                 f"{self._files[name]}: tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
             )
         self._left.discard(name)
-        return tensor.float()
+        return tensor
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """In float32, of exactly that shape."""
+        return self.mapped(name, *shape).float()
+
+    def num_weights(self) -> dict[str, int]:
+        """Numbers in each tensor, by name."""
+        found: dict[str, int] = {}
+        for path in set(self._files.values()):
+            with self._open(path) as file:
+                for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                    found[name] = math.prod(file.get_slice(name).get_shape())
+        return found
 
     def refuse_extra(self, ignored: set[str]) -> None:
         """Every tensor must have been taken: an unknown one means another architecture."""
@@ -154,6 +142,6 @@ class Tensors:
         for name, path in sorted(self._files.items()):
             by_file.setdefault(path, []).append(name)
         for path in sorted(by_file):
-            with safe_open(str(path), "pt") as file:
+            with self._open(path) as file:
                 for name in by_file[path]:
                     yield name, file.get_tensor(name)

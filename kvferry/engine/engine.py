@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvferry.engine.fake import BytesMemory, FakeRunner
 from kvferry.engine.plan import Runner
+from kvferry.engine.roofline import StepCosts
 from kvferry.kv.memory import BlockMemory
 from kvferry.worker.identity import WorkerIdentity
 
@@ -15,6 +16,7 @@ class Engine:
     runner: Runner
     num_slots: int
     """Besides the padding slot."""
+    costs: StepCosts
 
 
 def fake_engine(
@@ -31,4 +33,5 @@ def fake_engine(
         vocabulary_size=vocabulary_size,
         context_tokens=context_tokens,
     )
-    return Engine(identity, memory, FakeRunner(memory, vocabulary_size), num_slots)
+    costs = StepCosts(1.0, 1.0, 1.0, float(memory.format.block_bytes // block_size), 1.0)
+    return Engine(identity, memory, FakeRunner(memory, vocabulary_size), num_slots, costs)

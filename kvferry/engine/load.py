@@ -1,92 +1,184 @@
-"""From a checkpoint directory to an engine: checks, loads, sizes the pool, warms up."""
+"""From a checkpoint directory to an engine: checks, loads, sizes the pool, warms up.
 
+The Llama family runs in the native decoder; whatever it cannot run, or where it cannot be had, goes through transformers' modules.
+"""
+
+import json
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
-from kvferry.engine.checkpoint import LlamaConfig, Tensors, read_config
+from kvferry.engine.checkpoint import Tensors, read_config
 from kvferry.engine.engine import Engine
-from kvferry.engine.llama import Llama
-from kvferry.engine.native.decoder import NativeRunner, can_run
+from kvferry.engine.modules_load import load_modules
+from kvferry.engine.modules_shape import ModulesShape, modules_shape
+from kvferry.engine.native.attention import use_native_attention
+from kvferry.engine.native.decoder import NativeRunner
+from kvferry.engine.native.family import DecoderConfig, NotNative, decoder_config, rope_tables
 from kvferry.engine.native.library import Library, load_library
+from kvferry.engine.native.weights import PackedWeights
 from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan, Runner
+from kvferry.engine.roofline import StepCosts
 from kvferry.engine.torch_memory import TorchMemory
-from kvferry.engine.torch_runner import TorchRunner
 from kvferry.errors import ConfigurationError
 from kvferry.worker.identity import WorkerIdentity
 
+logger = logging.getLogger(__name__)
+
 BLOCK_SIZES = (16, 32, 64)
-WEIGHTS = ("float32", "float16")
+WEIGHTS = ("float32", "float16", "int8", "auto")
+KV_DTYPES = ("float32", "bfloat16")
+WARM_UP_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How a checkpoint is loaded, besides which one."""
+
+    kv_tokens: int
+    """The pool's size."""
+    block_size: int = 16
+    context_tokens: int = 0
+    """Lowers the model's own limit if not 0."""
+    num_threads: int = 1
+    weights: str = "float32"
+    kv: str = "float32"
+    """What the pool keeps."""
 
 
 def load_engine(
-    directory: Path,
-    kv_tokens: int,
-    block_size: int = 16,
-    context_tokens: int = 0,
-    num_threads: int = 1,
-    weights: str = "float32",
-    on_progress: Callable[[float], None] = lambda share: None,
+    directory: Path, settings: EngineSettings, on_progress: Callable[[float], None] = lambda share: None
 ) -> Engine:
-    """`kv_tokens` is the pool's size; `context_tokens` lowers the model's own limit if not 0. Raises ConfigurationError."""
-    torch.set_num_threads(num_threads)
+    """Raises ConfigurationError."""
+    torch.set_num_threads(settings.num_threads)
     config = read_config(directory)
-    _check(directory, config, kv_tokens, block_size, context_tokens, weights)
+    shape = modules_shape(directory, config)
+    _check(directory, shape, settings)
     tensors = Tensors(directory)
-    num_slots = kv_tokens // block_size
-    memory = TorchMemory(num_slots, config.num_layers, config.num_kv_heads, block_size, config.head_size)
-    library = load_library() if can_run(config, block_size) else None
-    if library is None and weights != "float32":
-        raise ConfigurationError(f"weights {weights!r} need the C decoder, which cannot be had here: use float32")
-    if library is not None:
-        runner = NativeRunner(library, config, tensors, memory, weights, num_threads, on_progress)
-    else:
-        runner = TorchRunner(Llama(config, tensors, on_progress), memory)
-    identity = WorkerIdentity(
-        model_id=tensors.digest(*_settings(config, block_size, weights)),
-        fidelity="float32",
-        numerics_id=_numerics_id(library, weights),
-        block_size=block_size,
-        block_bytes=memory.format.block_bytes,
-        vocabulary_size=config.vocabulary_size,
-        context_tokens=context_tokens or config.context_tokens,
+    num_slots = settings.kv_tokens // settings.block_size
+    memory = TorchMemory(
+        num_slots, shape.num_layers, shape.num_kv_heads, settings.block_size, shape.head_size, settings.kv
     )
-    _warm_up(runner, num_slots, block_size)
-    return Engine(identity, memory, runner, num_slots)
+    library = load_library()
+    runner, weights, numerics = _load_runner(directory, config, tensors, memory, library, settings, on_progress)
+    identity = WorkerIdentity(
+        model_id=tensors.digest(*_what_kv_depends_on(config, settings, weights)),
+        fidelity=settings.kv,
+        numerics_id=f"{numerics}-{weights}",
+        block_size=settings.block_size,
+        block_bytes=memory.format.block_bytes,
+        vocabulary_size=shape.vocabulary_size,
+        context_tokens=settings.context_tokens or shape.context_tokens,
+    )
+    kv_bytes = memory.format.block_bytes // settings.block_size
+    costs = StepCosts.of(config, tensors.num_weights(), shape.num_layers, shape.head_size, weights, kv_bytes)
+    _warm_up(runner, num_slots, settings.block_size, min(identity.context_tokens, WARM_UP_TOKENS))
+    return Engine(identity, memory, runner, num_slots, costs)
 
 
-def _check(
-    directory: Path, config: LlamaConfig, kv_tokens: int, block_size: int, context_tokens: int, weights: str
-) -> None:
-    if weights not in WEIGHTS:
-        raise ConfigurationError(f"weights {weights!r}: choose one of {', '.join(WEIGHTS)}")
-    if block_size not in BLOCK_SIZES:
-        raise ConfigurationError(f"block size {block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
-    if context_tokens > config.context_tokens:
-        raise ConfigurationError(
-            f"context_tokens is {context_tokens}, but {directory}/config.json has max_position_embeddings "
-            f"{config.context_tokens}: lower it, or leave it out"
+def _load_runner(
+    directory: Path,
+    config: PretrainedConfig,
+    tensors: Tensors,
+    memory: TorchMemory,
+    library: Library | None,
+    settings: EngineSettings,
+    on_progress: Callable[[float], None],
+) -> tuple[Runner, str, str]:
+    """The runner, the kind of weights that it has, and what decides its bits."""
+    try:
+        if library is None:
+            raise NotNative("the C decoder cannot be had here")
+        decoder = decoder_config(config, settings.block_size)
+        rope = rope_tables(config, _num_positions(config, settings))
+        kind, weights = _pack(library, decoder, directory, tensors, settings.weights, on_progress)
+        runner = NativeRunner(library, decoder, weights, rope, memory, kind, settings.num_threads)
+        return runner, kind, f"decoder.c-{library.level}"
+    except NotNative as reason:
+        if settings.weights not in ("float32", "auto"):
+            message = f"weights {settings.weights!r} need the native decoder, and {reason}: use float32"
+            raise ConfigurationError(f"{directory}: {message}") from reason
+        logger.warning(
+            "%s runs through transformers' modules (%s): slower, and its bits may depend on the company that a sequence has",
+            directory.name,
+            reason,
         )
-    if kv_tokens < block_size:
-        raise ConfigurationError(f"kv_tokens is {kv_tokens}: a pool needs at least one block of {block_size} tokens")
+        use_native_attention(library, settings.num_threads)
+        level = torch.backends.cpu.get_cpu_capability()
+        return (
+            load_modules(directory, config, memory, on_progress),
+            "float32",
+            f"modules-torch-{torch.__version__}-{level}",
+        )
 
 
-def _settings(config: LlamaConfig, block_size: int, weights: str) -> tuple[str, ...]:
-    """What, besides the tensors, makes the KV of a token what it is."""
-    rope = config.raw.get("rope_parameters") or config.raw.get("rope_scaling")
-    return (weights, str(rope), str(config.raw.get("rope_theta")), str(config.norm_epsilon), str(block_size))
+def _pack(
+    library: Library,
+    decoder: DecoderConfig,
+    directory: Path,
+    tensors: Tensors,
+    wanted: str,
+    on_progress: Callable[[float], None],
+) -> tuple[str, PackedWeights]:
+    """`auto` is float16, half the traffic at a loss that can hardly be measured, unless a weight does not fit into it."""
+    if wanted != "auto":
+        return wanted, PackedWeights(library, decoder, tensors, wanted, on_progress)
+    try:
+        return "float16", PackedWeights(library, decoder, tensors, "float16", on_progress)
+    except ConfigurationError as error:
+        if "float16" not in error.message:
+            raise
+        logger.warning("%s", error.message)
+        return "float32", PackedWeights(library, decoder, Tensors(directory), "float32", on_progress)
 
 
-def _numerics_id(library: Library | None, weights: str) -> str:
-    if library is not None:
-        return f"decoder.c-{library.level}-{weights}"
-    return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-{weights}"
+def _num_positions(config: PretrainedConfig, settings: EngineSettings) -> int:
+    """Positions that a sequence in this pool can have."""
+    limit = settings.context_tokens or int(config.max_position_embeddings)
+    return min(limit, settings.kv_tokens) + 1
 
 
-def _warm_up(runner: Runner, num_slots: int, block_size: int) -> None:
-    """One small step of each kind, so that the first request does not pay for it. It leaves only unsealed bytes behind."""
+def _check(directory: Path, shape: ModulesShape, settings: EngineSettings) -> None:
+    for name, value, known in (
+        ("weights", settings.weights, WEIGHTS),
+        ("kv", settings.kv, KV_DTYPES),
+        ("block size", settings.block_size, BLOCK_SIZES),
+    ):
+        if value not in known:
+            raise ConfigurationError(f"{name} {value!r}: choose one of {', '.join(map(str, known))}")
+    context, pool = settings.context_tokens, settings.kv_tokens
+    if context > shape.context_tokens:
+        raise ConfigurationError(
+            f"context_tokens is {context}, but {directory}/config.json has max_position_embeddings "
+            f"{shape.context_tokens}: lower it, or leave it out"
+        )
+    if pool < settings.block_size:
+        raise ConfigurationError(
+            f"kv_tokens is {pool}: a pool needs at least one block of {settings.block_size} tokens"
+        )
+    if context and pool // settings.block_size * settings.block_size < context:
+        size = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * (4 if settings.kv == "float32" else 2)
+        raise ConfigurationError(
+            f"context_tokens is {context}, but the pool holds {pool} tokens: one such request needs {context} x {size:,} "
+            f"bytes = {context * size:,} bytes, the pool has {pool * size:,}; raise kv_tokens or lower context_tokens"
+        )
+
+
+def _what_kv_depends_on(config: PretrainedConfig, settings: EngineSettings, weights: str) -> tuple[str, ...]:
+    """Besides the tensors: all of the configuration that is not about files, versions or text."""
+    ignored = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache")
+    known = {name: value for name, value in config.to_dict().items() if name not in ignored and "token_id" not in name}
+    return (weights, str(settings.block_size), json.dumps(known, sort_keys=True, default=str))
+
+
+def _warm_up(runner: Runner, num_slots: int, block_size: int, max_tokens: int) -> None:
+    """A large chunk and small steps, so that no request pays for the first ones. They leave only unsealed bytes behind."""
     draw = Draw(GREEDY)
-    count = min(block_size, num_slots * block_size)
-    for length in (count, 1):
-        runner.run(Plan(0, (Chunk(0, (0,) * length, 0, (1,), draw),)))
+    most = min(num_slots * block_size, max_tokens)
+    for length in (most, min(block_size, most), 1):
+        slots = tuple(range(1, 1 + -(-length // block_size)))
+        runner.run(Plan(0, (Chunk(0, (0,) * length, 0, slots, draw),)))

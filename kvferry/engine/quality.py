@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.engine.checkpoint import read_config
-from kvferry.engine.load import load_engine
+from kvferry.engine.load import EngineSettings, load_engine
+from kvferry.engine.modules_shape import modules_shape
 from kvferry.engine.plan import Chunk
-from kvferry.errors import ConfigurationError, EngineFailure
+from kvferry.errors import EngineFailure
 from kvferry.text.model_text import ModelText
 
 REFERENCE = "float32"
@@ -88,7 +89,7 @@ def measure_quality(
     """
     if tokens is None:
         tokens = ModelText(directory).encode(quality_text())
-    window_tokens = min(WINDOW_TOKENS, read_config(directory).context_tokens)
+    window_tokens = min(WINDOW_TOKENS, modules_shape(directory, read_config(directory)).context_tokens)
     reference = _load(directory, REFERENCE, num_threads)
     yield compare(REFERENCE, reference, reference, tokens, window_tokens)
     for kind in dict.fromkeys(kinds):
@@ -122,9 +123,8 @@ def compare(
 
 
 def _load(directory: Path, kind: str, num_threads: int) -> LogitsRunner:
-    engine = load_engine(directory, WINDOW_TOKENS, BLOCK_SIZE, num_threads=num_threads, weights=kind)
-    if not isinstance(engine.runner, LogitsRunner):
-        raise ConfigurationError("measuring quality needs the C decoder, which cannot be had here for this model")
+    engine = load_engine(directory, EngineSettings(WINDOW_TOKENS, BLOCK_SIZE, num_threads=num_threads, weights=kind))
+    assert isinstance(engine.runner, LogitsRunner), "every engine of a checkpoint has it"
     return engine.runner
 
 

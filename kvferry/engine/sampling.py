@@ -43,7 +43,9 @@ def sample_rows(drawing: list[Chunk], logits: Floats) -> StepResult:
     rows = [int(k) for k in np.flatnonzero(is_finite)]
     draws = [draw for k in rows if (draw := drawing[k].draw) is not None]
     tokens, logprobs = dict[int, int](), dict[int, TokenLogprobs]()
-    for k, draw, token in zip(rows, draws, sample(logits if len(rows) == len(logits) else logits[rows], draws), strict=True):
+    for k, draw, token in zip(
+        rows, draws, sample(logits if len(rows) == len(logits) else logits[rows], draws), strict=True
+    ):
         tokens[drawing[k].sequence_id] = token
         if draw.sampling.num_logprobs is not None:
             logprobs[drawing[k].sequence_id] = logprobs_of(logits[k], token, draw.sampling.num_logprobs)

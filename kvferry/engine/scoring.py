@@ -3,17 +3,25 @@
 Sums in float64, so that values agree with any careful reference. numpy only.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.engine.plan import Scoring
+from kvferry.engine.packing import PackedChunks
+from kvferry.engine.plan import NON_FINITE, Plan, StepResult
 from kvferry.messages import TokenLogprobs
+
+LOGIT_ROWS = 64
+"""Logits of so many rows are held at a time where a whole prompt's are wanted."""
 
 
 def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
     """`logits` [vocabulary], finite. Among equals the smaller id comes first."""
     highest = float(logits.max())
-    normalizer = highest + float(np.log(np.exp(logits - np.float32(highest)).sum(dtype=np.float64)))
+    with np.errstate(over="ignore"):  # a difference beyond float32 has the probability 0
+        normalizer = highest + float(np.log(np.exp(logits - np.float32(highest)).sum(dtype=np.float64)))
     rank = int((logits > logits[token]).sum() + (logits[:token] == logits[token]).sum()) + 1
     best = likeliest(logits, num_top)
     best = best[np.argsort(-logits[best], kind="stable")]
@@ -21,11 +29,28 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> To
     return TokenLogprobs(float(logits[token]) - normalizer, rank, top)
 
 
-def scores_of(logits: npt.NDArray[np.float32], scoring: Scoring) -> tuple[TokenLogprobs, ...]:
-    """`logits` [targets, vocabulary], one row for each target."""
-    return tuple(
-        logprobs_of(row, target, scoring.num_top) for row, target in zip(logits, scoring.targets, strict=True)
-    )
+def score_chunks(
+    plan: Plan,
+    result: StepResult,
+    logits_of: Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]],
+    packed: PackedChunks,
+) -> StepResult:
+    """`result` with the scores of the plan's chunks that want some; `logits_of` is asked for LOGIT_ROWS rows at a time."""
+    scores, failures = dict[int, tuple[TokenLogprobs, ...]](), dict(result.failures)
+    for chunk in plan.chunks:
+        if chunk.scoring is None:
+            continue
+        targets, found = chunk.scoring.targets, list[TokenLogprobs]()
+        rows = packed.rows_of(chunk, len(targets))
+        for begin in range(0, len(rows), LOGIT_ROWS):
+            logits = logits_of(rows[begin : begin + LOGIT_ROWS])
+            if not np.isfinite(logits).all():
+                failures[chunk.sequence_id] = NON_FINITE
+                break
+            part = targets[begin : begin + LOGIT_ROWS]
+            found += [logprobs_of(row, target, chunk.scoring.num_top) for row, target in zip(logits, part, strict=True)]
+        scores[chunk.sequence_id] = tuple(found)
+    return replace(result, scores=scores, failures=failures) if scores else result
 
 
 def likeliest(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp]:

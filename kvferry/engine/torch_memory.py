@@ -4,19 +4,31 @@ import torch
 
 from kvferry.kv.memory import BlockFormat
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 class TorchMemory:
     """`num_slots` slots besides the padding slot 0. On the CPU the pages are only taken when they are written."""
 
-    def __init__(self, num_slots: int, num_layers: int, num_kv_heads: int, block_size: int, head_size: int):
+    def __init__(
+        self,
+        num_slots: int,
+        num_layers: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_size: int,
+        dtype: str = "float32",
+    ):
+        """`dtype` is float32 or bfloat16."""
         shape = (num_layers, 2, num_kv_heads, block_size, head_size)
-        self.blocks = torch.empty((num_slots + 1, num_layers, 2, num_kv_heads, block_size * head_size))
+        numbers = (num_slots + 1, num_layers, 2, num_kv_heads, block_size * head_size)
+        self.blocks = torch.empty(numbers, dtype=DTYPES[dtype])
         self.blocks[0].zero_()
         self.keys = self.blocks[:, :, 0].unflatten(-1, (head_size, block_size))
         """[slot, layer, KV head, dim, token]"""
         self.values = self.blocks[:, :, 1].unflatten(-1, (block_size, head_size))
         """[slot, layer, KV head, token, dim]"""
-        self.format = BlockFormat("float32", shape, block_size, self.blocks[0].numel() * self.blocks.element_size())
+        self.format = BlockFormat(dtype, shape, block_size, self.blocks[0].numel() * self.blocks.element_size())
         self._bytes = memoryview(self.blocks.view(torch.uint8).numpy().reshape(-1).data)
 
     def view(self, slot: int) -> memoryview:

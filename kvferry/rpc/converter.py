@@ -337,8 +337,10 @@ DESCRIPTION = (
     "max_sequences",
     "pid",
     "num_threads",
+    "ceiling_flops_per_s",
+    "ceiling_bytes_per_s",
 )
-LOAD = ("step", "num_waiting", "num_fetching", "num_running", "num_serving")
+LOAD = ("step", "num_waiting", "num_fetching", "num_running", "num_serving", "flops_per_s", "bytes_per_s")
 SLOTS = ("num_free", "num_filling", "num_live", "num_cached")
 
 

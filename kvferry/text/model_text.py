@@ -69,7 +69,9 @@ class ModelText:
         """Special tokens as they are written in a prompt."""
         stream, pieces = self.stream(), list[str]()
         for token in tokens:
-            pieces += [stream.flush(), self._special_names[token]] if token in self._special_names else [stream.push(token)]
+            pieces += (
+                [stream.flush(), self._special_names[token]] if token in self._special_names else [stream.push(token)]
+            )
         return "".join([*pieces, stream.flush()])
 
     def token_bytes(self, token: int) -> bytes | None:

@@ -31,7 +31,7 @@ class WorkerBody:
         """Called whenever a router has taken this worker in."""
 
     def loop_for(self, scheduler: Scheduler) -> EngineLoop:
-        return EngineLoop(scheduler, self._executor, self.pool, self.counters)
+        return EngineLoop(scheduler, self._executor, self.pool, self.counters, self.engine.costs)
 
     @property
     def description(self) -> WorkerDescription:
@@ -52,6 +52,8 @@ class WorkerBody:
             max_sequences=settings.max_sequences,
             pid=os.getpid(),
             num_threads=settings.num_threads,
+            ceiling_flops_per_s=settings.ceilings.flops_per_s,
+            ceiling_bytes_per_s=settings.ceilings.bytes_per_s,
         )
 
     async def run(

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from kvferry.bell import Bell
 from kvferry.engine.plan import NON_FINITE, Plan, Runner, Scheduler, StepResult
+from kvferry.engine.roofline import StepCosts, Throughput
 from kvferry.kv.pool import BlockPool
 from kvferry.worker.counters import Counters
 
@@ -72,8 +73,9 @@ class ThreadExecutor:
 class EngineLoop:
     """Owns the inbox, the step counter and the knowledge of whether the engine advances."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, pool: BlockPool, counters: Counters):
+    def __init__(self, scheduler: Scheduler, executor: Executor, pool: BlockPool, counters: Counters, costs: StepCosts):
         self._scheduler, self._executor, self._pool, self._counters = scheduler, executor, pool, counters
+        self._costs, self.throughput = costs, Throughput()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = Bell()
         self._step_began: float | None = None
@@ -166,6 +168,7 @@ class EngineLoop:
         duration_s = self.now() - began
         if not result.failures:
             self._times.measured(plan.num_tokens, duration_s)
+            self.throughput.stepped(self._costs.of_plan(plan), duration_s)
         self.step = plan.step
         self._counters.add("steps")
         done = sum(len(chunk.tokens) for chunk in plan.chunks if chunk.sequence_id not in result.failures)

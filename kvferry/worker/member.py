@@ -7,6 +7,7 @@ that hangs falls silent, which is the truth. A lost router is dialled again for 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvferry.errors import JoinRefused
 from kvferry.kv.pool import BlockPool, PoolWatch
@@ -86,23 +87,9 @@ class Membership:
             load = self._load()
             if self._loop.is_advancing:
                 sealed, evicted = watch.take()
-                await stream.send(_with_blocks(load, tuple(sealed), tuple(evicted)))
+                await stream.send(replace(load, sealed_block_ids=tuple(sealed), evicted_block_ids=tuple(evicted)))
             last = load
             until = self._loop.now() + INTERVAL_S
             await asyncio.sleep(COALESCE_S)
             while (left := until - self._loop.now()) > 0 and self._load() == last:
                 await self._loop.stepped.wait(left)
-
-
-def _with_blocks(load: WorkerProgress, sealed: tuple[bytes, ...], evicted: tuple[bytes, ...]) -> WorkerProgress:
-    return WorkerProgress(
-        load.step,
-        load.num_waiting,
-        load.num_fetching,
-        load.num_running,
-        load.num_serving,
-        load.slots,
-        load.counters,
-        sealed,
-        evicted,
-    )

@@ -10,7 +10,8 @@ import psutil
 
 from kvferry.config import DecodeConfig, WorkerConfig, home
 from kvferry.engine.engine import Engine
-from kvferry.engine.load import load_engine
+from kvferry.engine.load import EngineSettings, load_engine
+from kvferry.engine.roofline import measure_ceilings
 from kvferry.engine.unpack import unpack_packaged_model
 from kvferry.process import read_secret, read_tls, say_state
 from kvferry.rpc.links import GrpcDialer, add_decode_service, add_fetch_service, bind, new_server
@@ -26,16 +27,19 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     secret, tls = read_secret(config.secret_file), read_tls(config)
     directory = config.model or unpack_packaged_model(home())
     say_state("loading", share=0.0)
-    engine = await asyncio.to_thread(
-        load_engine,
-        directory,
-        config.kv_tokens or pool_tokens(read_shape(str(directory)), psutil.virtual_memory().available, num_pools=2),
-        config.block_size,
-        config.context_tokens,
-        config.threads,
-        config.weights,
-        lambda share: say_state("loading", share=round(share, 2)),
+    available, shape = psutil.virtual_memory().available, read_shape(str(directory))
+    engine_settings = EngineSettings(
+        kv_tokens=config.kv_tokens or pool_tokens(shape, available, num_pools=2, dtype=config.kv),
+        block_size=config.block_size,
+        context_tokens=config.context_tokens,
+        num_threads=config.threads,
+        weights=config.weights,
+        kv=config.kv,
     )
+    engine = await asyncio.to_thread(
+        load_engine, directory, engine_settings, lambda share: say_state("loading", share=round(share, 2))
+    )
+    ceilings = await asyncio.to_thread(measure_ceilings)
     block_bytes = engine.identity.block_bytes
     server = new_server(block_bytes)
     port = bind(server, config.host, config.port, tls)
@@ -46,9 +50,11 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
         router_addresses=tuple(config.router),
         max_sequences=config.max_sequences if isinstance(config, DecodeConfig) else 64,
         step_target_s=config.step_target_s,
+        itl_target_s=config.itl_target_ms / 1000 if isinstance(config, DecodeConfig) else 0.0,
         max_step_tokens=config.max_step_tokens,
         max_local_tokens=config.max_local_tokens if isinstance(config, DecodeConfig) else 0,
         num_threads=config.threads,
+        ceilings=ceilings,
         silence_s=config.silence_s,
     )
     dialer = GrpcDialer(secret, block_bytes, tls)

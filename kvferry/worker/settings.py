@@ -1,7 +1,8 @@
 """How a worker behaves, whatever its model: the plain values that its configuration is turned into."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvferry.engine.roofline import Ceilings
 from kvferry.worker.reader import SILENCE_S
 
 
@@ -16,8 +17,11 @@ class WorkerSettings:
     """Choices in steps or fetching at once (decode)."""
     step_target_s: float = 0.4
     """The time that catching up may add to a step."""
+    itl_target_s: float = 0.25
+    """The time of a whole step in which sequences yield tokens (decode)."""
     max_step_tokens: int = 2048
     max_local_tokens: int = 512
     """A decode worker whose sources all failed computes up to so many missing tokens, and hands back what lacks more."""
     num_threads: int = 1
+    ceilings: Ceilings = field(default_factory=Ceilings)
     silence_s: float = SILENCE_S

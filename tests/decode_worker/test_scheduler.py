@@ -3,12 +3,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.scheduler import Choice, DecodeLimits, DecodeScheduler, Ended, State, Token
+from decode_worker.scheduler import Choice, DecodeLimits, DecodeScheduler, Ended, Scored, State, Token
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import StepResult
 from kvferry.engine.sequence import Sequence
 from kvferry.kv.pool import BlockPool
-from kvferry.messages import ChoiceEndReason, Sampling, Source
+from kvferry.messages import ChoiceEndReason, Sampling, Source, TokenLogprobs
 from kvferry.worker.counters import Counters
 
 SIZE = 16
@@ -19,7 +19,7 @@ class FixedBudget(StepBudget):
         super().__init__(1.0, SIZE, 4096)
         self.tokens = tokens
 
-    def num_tokens(self):
+    def num_tokens(self, is_yielding=False):
         return self.tokens
 
 
@@ -28,11 +28,12 @@ class Rig:
         self.pool, self.counters = BlockPool(num_slots), Counters()
         limits = DecodeLimits(8192, max_sequences, max_local)
         self.scheduler = DecodeScheduler(self.pool, SIZE, limits, FixedBudget(budget), self.counters)
-        self.step, self.tokens, self.ends = 0, {}, {}
+        self.step, self.tokens, self.ends, self.scores = 0, {}, {}, {}
 
-    def admit(self, name, tokens, max_tokens=4, sources=(), priority=0):
+    def admit(self, name, tokens, max_tokens=4, sources=(), priority=0, **sampling):
         sequence = Sequence(self.scheduler.next_sequence_id(), list(tokens), b"root", SIZE, self.pool)
-        choice = Choice(name, 0, sequence, len(tokens), Sampling(1, max_tokens, 0.0), sources, priority)
+        sampled = Sampling(1, max_tokens, 0.0, **sampling)
+        choice = Choice(name, 0, sequence, len(tokens), sampled, sources, priority)
         self.scheduler.admit(choice)
         return choice
 
@@ -46,11 +47,19 @@ class Rig:
                 assert len(set(chunk.slots)) == len(chunk.slots)
                 assert 0 not in chunk.slots
             tokens = {chunk.sequence_id: self.step for chunk in plan.chunks if chunk.draw}
-            self.scheduler.commit(plan, StepResult(tokens), float(self.step))
+            scores = {
+                chunk.sequence_id: tuple(TokenLogprobs(-float(token), 1) for token in chunk.scoring.targets)
+                for chunk in plan.chunks
+                if chunk.scoring
+            }
+            self.scheduler.commit(plan, StepResult(tokens, scores=scores), float(self.step))
         for event in self.scheduler.take_events():
             if isinstance(event, Token):
                 assert event.index == len(self.tokens.setdefault(event.choice.key, []))
                 self.tokens[event.choice.key].append(event.token)
+            elif isinstance(event, Scored):
+                assert event.position == 1 + len(self.scores.setdefault(event.choice.key, []))
+                self.scores[event.choice.key] += [-one.logprob for one in event.logprobs]
             else:
                 assert isinstance(event, Ended)
                 assert event.choice.key not in self.ends
@@ -175,3 +184,54 @@ def test_a_source_that_lost_a_block_is_asked_again_while_it_makes_progress():
     rig.run_step()
     (other,), _ = rig.scheduler.take_fetches()
     assert other.source.worker_id == "p2"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 300), st.integers(0, 5), st.integers(12, 40), st.integers(1, 200), st.integers(0, 2))
+def test_every_place_of_a_scored_prompt_is_told_once_in_order(length, max_tokens, num_slots, budget, num_others):
+    """Although its blocks are sealed already, and although it may be preempted meanwhile."""
+    rig = Rig(num_slots, budget)
+    for other in range(num_others):
+        rig.admit(other, range(length // 2 + 1), 60)
+    for _ in range(3):
+        rig.run_step()
+    rig.admit("scored", range(length), max_tokens, num_prompt_logprobs=0)
+    for _ in range(3000):
+        if rig.scheduler.is_idle:
+            break
+        rig.run_step()
+    rig.run_step()
+    if length + max(max_tokens - 1, 0) > num_slots * SIZE:
+        assert rig.ends["scored"] is ChoiceEndReason.TOO_LARGE
+    else:
+        assert rig.ends["scored"] is ChoiceEndReason.LENGTH
+        assert rig.scores.get("scored", []) == list(range(1, length))
+        assert len(rig.tokens.get("scored", [])) == max_tokens
+    assert rig.pool.audit().is_clean
+
+
+def test_short_prompts_pass_a_long_one_that_still_gets_half_of_each_step():
+    rig = Rig(num_slots=400, budget=64)
+    rig.admit("long", range(10_000, 12_000), 1)
+    rig.run_step()
+    for name in range(40):
+        rig.admit(name, range(100 * name, 100 * name + 60), 1)
+        plan = rig.run_step()
+        assert max(len(chunk.tokens) for chunk in plan.chunks) >= 32, "the long one goes on"
+    assert len(rig.ends) >= 10
+    while not rig.scheduler.is_idle:
+        rig.run_step()
+    assert set(rig.ends.values()) == {ChoiceEndReason.LENGTH}
+
+
+def test_a_blocked_choice_is_passed_by_no_more_than_its_own_size():
+    rig = Rig(num_slots=20, budget=1000)
+    rig.admit("running", range(5000, 5160), 60)
+    rig.run_step()
+    rig.admit("large", range(1000, 1240), 2)
+    for name in range(30):
+        rig.admit(name, range(100 * name, 100 * name + 30), 1)
+    while "large" not in rig.ends:
+        rig.run_step()
+    passed = sum(30 for name in rig.ends if isinstance(name, int))
+    assert 100 <= passed <= 240 + 8 * 30  # what was running beside it when it ended counts too

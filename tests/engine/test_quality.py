@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from deploy.quality_report import print_quality
-from kvferry.engine.load import load_engine
+from kvferry.engine.load import EngineSettings, load_engine
 from kvferry.engine.quality import LogitsRunner, Quality, compare, measure_quality, quality_text
 from kvferry.engine.reference import Reference
 from kvferry.errors import ConfigurationError, EngineFailure
-from tests.engine.test_llama import make_checkpoint
+from tests.engine.test_native import make_checkpoint
 
 VOCABULARY = 199
 TOKENS = [random.Random(k).randrange(VOCABULARY) for k in range(300)]
@@ -62,7 +62,7 @@ def test_logits_that_are_not_finite_are_refused():
 
 
 def test_a_second_float32_engine_agrees_fully(checkpoint):
-    one, other = (load_engine(checkpoint, 512).runner for _ in range(2))
+    one, other = (load_engine(checkpoint, EngineSettings(512)).runner for _ in range(2))
     assert isinstance(one, LogitsRunner)
     assert isinstance(other, LogitsRunner)
     quality = compare("float32", one, other, TOKENS, 256)
@@ -100,12 +100,6 @@ def test_the_perplexity_of_a_uniform_model_is_the_size_of_its_vocabulary(checkpo
 def test_an_unknown_kind_is_refused_by_name(checkpoint):
     with pytest.raises(ConfigurationError, match="int3"):
         list(measure_quality(checkpoint, ["int3"], 1, TOKENS))
-
-
-def test_a_runner_without_all_logits_is_refused(checkpoint, monkeypatch):
-    monkeypatch.setattr("kvferry.engine.load.load_library", lambda: None)
-    with pytest.raises(ConfigurationError, match="C decoder"):
-        next(measure_quality(checkpoint, [], 1, TOKENS))
 
 
 def test_the_text_has_prose_korean_and_code():

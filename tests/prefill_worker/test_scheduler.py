@@ -110,3 +110,43 @@ def test_holders_are_read_before_anything_is_computed():
     made.read_ended(chain)
     assert run_step(made).num_tokens == SIZE
     assert chain.state is ChainState.DONE
+
+
+def test_a_short_prompt_passes_a_long_one_that_still_gets_half_of_each_step():
+    """T049: neither holds up the other."""
+    made, _ = scheduler(num_slots=2000, max_tokens=128)
+    long = made.admit(tuple(range(100_000, 107_504)), b"root", 0)
+    run_step(made)
+    for number in range(30):
+        before = long.num_missing_tokens
+        short = made.admit(tuple(range(number * 1000, number * 1000 + 64)), b"root", 0)
+        run_step(made)
+        assert short.state is ChainState.DONE, "a step of its own length is enough"
+        assert before - long.num_missing_tokens >= 64
+
+
+def test_many_short_prompts_cannot_starve_a_long_one():
+    made, _ = scheduler(num_slots=4000, max_tokens=64)
+    long = made.admit(tuple(range(100_000, 103_200)), b"root", 0)
+    for number in range(110):
+        for k in range(3):
+            base = 10_000_000 + (3 * number + k) * 1000
+            made.admit(tuple(range(base, base + 48)), b"root", 0)
+        run_step(made)
+    assert long.state is ChainState.DONE
+
+
+def test_a_chain_that_does_not_fit_is_passed_by_no_more_than_its_own_size():
+    made, _ = scheduler(num_slots=40, max_tokens=16)
+    running = made.admit(tuple(range(480)), b"root", 0)
+    run_step(made)
+    large = made.admit(tuple(range(10_000, 10_320)), b"root", 0)
+    shorts = [made.admit(tuple(range(20_000 + 100 * k, 20_000 + 100 * k + 32)), b"root", 0) for k in range(30)]
+    run_step(made)
+    assert large.state is ChainState.WAITING
+    assert any(short.state is not ChainState.WAITING for short in shorts)
+    while large.state is ChainState.WAITING:
+        run_step(made)
+    started = [short for short in shorts if short.state is not ChainState.WAITING]
+    assert len(started) * 2 <= 20, "blocks of 32 tokens past a chain of 20 blocks"
+    assert running.state is ChainState.DONE

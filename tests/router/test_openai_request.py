@@ -36,8 +36,10 @@ def test_null_means_the_default(name):
     ("name", "value"),
     [("temperature", -0.1), ("temperature", 2.1), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("n", 0), ("n", 100_000),
      ("max_tokens", 0), ("max_tokens", 2**31), ("stop", ["x"] * 1000), ("stop", [""]), ("stop", "x" * 10_000),
-     ("stop_token_ids", [-5]), ("stop_token_ids", [10**10]), ("logit_bias", {"1": 5}), ("tools", [{}]), ("best_of", 1000),
-     ("top_logprobs", 50_000), ("logprobs", True), ("presence_penalty", 1.5), ("echo", True), ("min_p", 0.1),
+     ("stop_token_ids", [-5]), ("stop_token_ids", [10**10]), ("tools", [{}]), ("best_of", 1000), ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("logit_bias", [1]),
+     ("logit_bias", {str(k): 0 for k in range(2000)}), ("top_logprobs", 50_000), ("top_logprobs", 3), ("logprobs", 2),
+     ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0), ("repetition_penalty", 11),
+     ("min_p", -0.1), ("min_p", 1.1), ("min_tokens", -1), ("prompt_logprobs", 21), ("prompt_logprobs", True),
      ("response_format", {"type": "json_object"}), ("stream_options", {"include_usage": True}), ("stream", "yes")],
 )  # fmt: skip
 def test_what_is_out_of_range_or_not_supported_is_refused_naming_the_field(name, value):
@@ -127,3 +129,54 @@ def test_two_different_limits_are_refused_and_one_is_enough():
     with pytest.raises(InvalidRequest):
         chat(max_tokens=5, max_completion_tokens=6)
     assert chat(max_completion_tokens=6).max_completion_tokens == 6
+
+
+BAD_NUMBERS = {
+    "temperature": (-0.1, 1e300, "1", True, [], {}),
+    "top_p": (-1, 0, 1e300, "1", True, [], {}),
+    "top_k": (-2, 1.5, 1e300, "1", True, [], {}),
+    "min_p": (-1, 1e300, "1", True, [], {}),
+    "presence_penalty": (-3, 1e300, "1", True, [], {}),
+    "frequency_penalty": (-3, 1e300, "1", True, [], {}),
+    "repetition_penalty": (-1, 0, 1e300, "1", True, [], {}),
+    "seed": (1.5, 1e300, "1", True, [], {}),
+    "n": (-1, 0, 1.5, 1e300, "1", True, [], {}),
+    "max_tokens": (-1, 1.5, 1e300, "1", True, [], {}),
+    "min_tokens": (-1, 1.5, 1e300, "1", True, [], {}),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_NUMBERS.items() for value in values])
+def test_numbers_that_are_none_are_refused_naming_the_field(name, value):
+    """T066."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(CompletionBody, json.dumps({"prompt": "x", name: value}).encode())
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", BAD_NUMBERS)
+def test_null_means_the_default_and_what_json_has_not_is_refused(name):
+    assert getattr(parse_body(CompletionBody, json.dumps({"prompt": "x", name: None}).encode()), name) is None
+    for word in ("NaN", "Infinity", "1e400"):
+        with pytest.raises(InvalidRequest):
+            parse_body(CompletionBody, f'{{"prompt": "x", "{name}": {word}}}'.encode())
+
+
+def test_no_tokens_are_an_answer_only_with_an_echo_or_log_probabilities_of_the_prompt():
+    def completion(**fields):
+        return parse_body(CompletionBody, json.dumps({"prompt": "x", "max_tokens": 0, **fields}).encode())
+
+    with pytest.raises(InvalidRequest) as caught:
+        completion()
+    assert caught.value.param == "max_tokens"
+    assert completion(echo=True).num_prompt_logprobs == 0
+    assert completion(echo=True, logprobs=3).num_prompt_logprobs == 3
+    assert completion(prompt_logprobs=2).num_prompt_logprobs == 2
+
+
+@pytest.mark.parametrize("key", ["abc", "-1", "1.5", " 1", "", "９", "9" * 20])
+def test_a_bias_for_what_is_no_token_id_is_refused(key):
+    body = parse_body(CompletionBody, json.dumps({"prompt": "x", "logit_bias": {key: 5}}).encode())
+    with pytest.raises(InvalidRequest) as caught:
+        _ = body.biases
+    assert caught.value.param == "logit_bias"

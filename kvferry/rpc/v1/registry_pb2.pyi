@@ -16,7 +16,7 @@ class JoinRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerDescription, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ...) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "incarnation", "role", "address", "model_id", "fidelity", "numerics_id", "block_size", "block_bytes", "pool_tokens", "context_tokens", "max_sequences", "pid", "num_threads", "vocabulary_size")
+    __slots__ = ("protocol_version", "worker_id", "incarnation", "role", "address", "model_id", "fidelity", "numerics_id", "block_size", "block_bytes", "pool_tokens", "context_tokens", "max_sequences", "pid", "num_threads", "vocabulary_size", "ceiling_flops_per_s", "ceiling_bytes_per_s")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,8 @@ class WorkerDescription(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CEILING_FLOPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    CEILING_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     incarnation: str
@@ -49,10 +51,12 @@ class WorkerDescription(_message.Message):
     pid: int
     num_threads: int
     vocabulary_size: int
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.WorkerRole, str]] = ..., address: _Optional[str] = ..., model_id: _Optional[str] = ..., fidelity: _Optional[str] = ..., numerics_id: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., pid: _Optional[int] = ..., num_threads: _Optional[int] = ..., vocabulary_size: _Optional[int] = ...) -> None: ...
+    ceiling_flops_per_s: float
+    ceiling_bytes_per_s: float
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.WorkerRole, str]] = ..., address: _Optional[str] = ..., model_id: _Optional[str] = ..., fidelity: _Optional[str] = ..., numerics_id: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., pid: _Optional[int] = ..., num_threads: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., ceiling_flops_per_s: _Optional[float] = ..., ceiling_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class WorkerProgress(_message.Message):
-    __slots__ = ("step", "num_waiting", "num_fetching", "num_running", "num_serving", "slots", "counters", "sealed_block_ids", "evicted_block_ids")
+    __slots__ = ("step", "num_waiting", "num_fetching", "num_running", "num_serving", "slots", "counters", "sealed_block_ids", "evicted_block_ids", "flops_per_s", "bytes_per_s")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +73,8 @@ class WorkerProgress(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     SEALED_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FLOPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     step: int
     num_waiting: int
     num_fetching: int
@@ -78,7 +84,9 @@ class WorkerProgress(_message.Message):
     counters: _containers.ScalarMap[str, int]
     sealed_block_ids: bytes
     evicted_block_ids: bytes
-    def __init__(self, step: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_fetching: _Optional[int] = ..., num_running: _Optional[int] = ..., num_serving: _Optional[int] = ..., slots: _Optional[_Union[SlotCounts, _Mapping]] = ..., counters: _Optional[_Mapping[str, int]] = ..., sealed_block_ids: _Optional[bytes] = ..., evicted_block_ids: _Optional[bytes] = ...) -> None: ...
+    flops_per_s: float
+    bytes_per_s: float
+    def __init__(self, step: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_fetching: _Optional[int] = ..., num_running: _Optional[int] = ..., num_serving: _Optional[int] = ..., slots: _Optional[_Union[SlotCounts, _Mapping]] = ..., counters: _Optional[_Mapping[str, int]] = ..., sealed_block_ids: _Optional[bytes] = ..., evicted_block_ids: _Optional[bytes] = ..., flops_per_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class SlotCounts(_message.Message):
     __slots__ = ("num_free", "num_filling", "num_live", "num_cached")

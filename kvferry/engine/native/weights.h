@@ -1,0 +1,261 @@
+// Projections: rows times a matrix that was packed once into panels of PANEL columns, in one of three kinds.
+//
+// float32 and float16 (converted on the fly): panels [out / PANEL][inner][PANEL]; a row's sum runs along the inner dimension.
+// int8: weights and activations in groups along the inner dimension, each group of each row (or column) with a scale of its own, so
+// that neither a loud row nor a loud feature touches another; exact integer sums within a group, float sums over the groups.
+// A panel is [inner / group]([group / 4][PANEL][4] bytes, then [PANEL] scales). What a row's bits depend on is that row alone.
+
+enum { KIND_FLOAT32, KIND_FLOAT16, KIND_INT8 };
+
+#ifdef __AVX512F__
+#define PANEL_VECTORS 4  // 6 rows x 4 vectors of accumulators fill the 32 registers
+#define MAX_ROWS 6
+#else
+#define PANEL_VECTORS 1  // 6 rows x 2 halves of one vector fill the 16 registers
+#define MAX_ROWS 6
+#endif
+#define PANEL (16 * PANEL_VECTORS)
+#define INT8_ROWS 3  // sums of integers and of floats live side by side
+
+INLINE int group_of(int inner) { return inner % 64 ? 32 : 64; }
+
+static long panel_bytes(int inner, int kind) {
+    if (kind == KIND_FLOAT32) return (long)inner * PANEL * 4;
+    if (kind == KIND_FLOAT16) return (long)inner * PANEL * 2;
+    return (long)inner * PANEL + (long)(inner / group_of(inner)) * PANEL * 4;
+}
+
+// Bytes of the panels that hold `out` columns.
+int64_t packed_bytes(int32_t out, int32_t inner, int32_t kind) {
+    return (int64_t)((out + PANEL - 1) / PANEL) * panel_bytes(inner, kind);
+}
+
+int32_t panel_width(void) { return PANEL; }
+
+// ------------------------------------------------------------------------------------------------------------- packing
+
+static void pack_int8_panel(const float *weights, int first, int out, int inner, uint8_t *to) {
+    int group = group_of(inner);
+    for (int begin = 0; begin < inner; begin += group) {
+        float *scales = (float *)(to + (long)group * PANEL);
+        for (int column = 0; column < PANEL; column++) {
+            const float *row = weights + (long)(first + column) * inner + begin;
+            float top = 0;
+            if (first + column < out)
+                for (int k = 0; k < group; k++) top = __builtin_fabsf(row[k]) > top ? __builtin_fabsf(row[k]) : top;
+            scales[column] = top / 127.0f;
+            for (int k = 0; k < group; k++) {
+                float value = top > 0 ? row[k] / top * 127.0f : 0.0f;
+                int whole = (int)__builtin_rintf(value);
+#ifdef __AVX512VNNI__
+                to[((k / 4) * PANEL + column) * 4 + k % 4] = (uint8_t)(whole + 128);
+#else
+                to[((k / 4) * PANEL + column) * 4 + k % 4] = (uint8_t)(int8_t)whole;
+#endif
+            }
+        }
+        to += (long)group * PANEL + PANEL * 4;
+    }
+}
+
+// Weights [out][inner], the columns from a multiple of PANEL on, become panels, padded with zeros.
+void pack(const float *weights, int32_t out, int32_t inner, int32_t kind, void *packed) {
+    for (long panel = 0; panel * PANEL < out; panel++) {
+        if (kind == KIND_INT8) {
+            pack_int8_panel(weights, panel * PANEL, out, inner, (uint8_t *)packed + panel * panel_bytes(inner, kind));
+            continue;
+        }
+        for (long k = 0; k < inner; k++)
+            for (long column = 0; column < PANEL; column++) {
+                long row = panel * PANEL + column, at = (panel * inner + k) * PANEL + column;
+                float value = row < out ? weights[row * inner + k] : 0.0f;
+                if (kind == KIND_FLOAT16) ((uint16_t *)packed)[at] = _cvtss_sh(value, 0);
+                else ((float *)packed)[at] = value;
+            }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------ float32, float16
+
+INLINE void store_columns(float *to, const v16 *sums, int columns) {
+    if (columns == PANEL) {
+        for (int v = 0; v < PANEL_VECTORS; v++) store(to + 16 * v, sums[v]);
+        return;
+    }
+    float whole[PANEL];
+    for (int v = 0; v < PANEL_VECTORS; v++) store(whole + 16 * v, sums[v]);
+    memcpy(to, whole, columns * sizeof(float));
+}
+
+INLINE void tile(const float *x, long x_stride, const void *panel, int inner, float *y, long y_stride, int columns,
+                 const int rows, const int kind) {
+    v16 sums[MAX_ROWS][PANEL_VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = (v16){};
+    for (long k = 0; k < inner; k++) {
+        v16 weights[PANEL_VECTORS];
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            long at = k * PANEL + 16 * v;
+            weights[v] = kind == KIND_FLOAT16 ? load_float16((const uint16_t *)panel + at) : load((const float *)panel + at);
+        }
+        for (int r = 0; r < rows; r++) {
+            v16 value = splat(x[r * x_stride + k]);
+            for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] += value * weights[v];
+        }
+    }
+    for (int r = 0; r < rows; r++) store_columns(y + r * y_stride, sums[r], columns);
+}
+
+#define TILE(n, kind) case n: tile(x, x_stride, panel, inner, y, y_stride, columns, n, kind); break;
+
+static __attribute__((noinline)) void tile_float32(const float *x, long x_stride, const void *panel, int inner, float *y,
+                                                   long y_stride, int columns, int rows) {
+    switch (rows) {
+        TILE(1, KIND_FLOAT32) TILE(2, KIND_FLOAT32) TILE(3, KIND_FLOAT32)
+        TILE(4, KIND_FLOAT32) TILE(5, KIND_FLOAT32) TILE(6, KIND_FLOAT32)
+    }
+}
+
+static __attribute__((noinline)) void tile_float16(const float *x, long x_stride, const void *panel, int inner, float *y,
+                                                   long y_stride, int columns, int rows) {
+    switch (rows) {
+        TILE(1, KIND_FLOAT16) TILE(2, KIND_FLOAT16) TILE(3, KIND_FLOAT16)
+        TILE(4, KIND_FLOAT16) TILE(5, KIND_FLOAT16) TILE(6, KIND_FLOAT16)
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- int8
+
+// Rows of activations as bytes. `offset` undoes what VNNI's unsigned weights add: 128 times the sum of the group's bytes.
+typedef struct {
+    int8_t *bytes;    // [rows][inner]
+    float *scale;     // [rows][inner / group]
+    int32_t *offset;  // [rows][inner / group]
+} Quantized;
+
+static Quantized quantized_in(void *scratch, int rows, int inner) {
+    long groups = (long)rows * (inner / group_of(inner));
+    Quantized q = {(int8_t *)scratch + groups * 8, scratch, (int32_t *)scratch + groups};
+    return q;
+}
+
+static void quantize(const float *x, int rows, int inner, Quantized to) {
+    int group = group_of(inner), groups = inner / group;
+    for (long row = 0; row < rows; row++)
+        for (int g = 0; g < groups; g++) {
+            const float *from = x + row * inner + g * group;
+            int8_t *bytes = to.bytes + row * inner + g * group;
+            i16 tops = (i16){};  // the bits of absolute values: ordered as they are, with NaN above all
+            for (int k = 0; k < group; k += 16) {
+                i16 size = *(const i16 *)(from + k) & 0x7fffffff;
+                tops = (i16)choose(size > tops, (v16)size, (v16)tops);
+            }
+            float top = largest_bits(tops), scale = top / 127.0f;
+            int32_t total = 0;
+            float inverse = top > 0 && top <= 3.0e38f ? 127.0f / top : 0.0f;
+            for (int k = 0; k < group; k++) {
+                int whole = (int)__builtin_rintf(from[k] * inverse);
+                bytes[k] = (int8_t)whole;
+                total += whole;
+            }
+            // What is not finite must stay so: it ends that row's request, and is not turned into numbers.
+            to.scale[row * groups + g] = top <= 3.0e38f ? scale : __builtin_nanf("");
+            to.offset[row * groups + g] = -128 * total;
+        }
+}
+
+#ifdef __AVX512VNNI__
+typedef __m512i Sums;
+INLINE Sums sums_from(int32_t offset) { return _mm512_set1_epi32(offset); }
+INLINE Sums multiply_add(Sums sums, const uint8_t *weights, int32_t four) {
+    return _mm512_dpbusd_epi32(sums, _mm512_loadu_si512(weights), _mm512_set1_epi32(four));
+}
+INLINE v16 to_floats(Sums sums) { return (v16)_mm512_cvtepi32_ps(sums); }
+#else
+// |x| times w with the sign of x: two products of at most 127 * 127 fit into sixteen bits.
+typedef struct { __m256i half[2]; } Sums;
+INLINE Sums sums_from(int32_t offset) {
+    (void)offset;
+    Sums sums = {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
+    return sums;
+}
+INLINE Sums multiply_add(Sums sums, const uint8_t *weights, int32_t four) {
+    __m256i value = _mm256_set1_epi32(four), size = _mm256_abs_epi8(value), ones = _mm256_set1_epi16(1);
+    for (int h = 0; h < 2; h++) {
+        __m256i signed_weights = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)weights + h), value);
+        __m256i pairs = _mm256_maddubs_epi16(size, signed_weights);
+        sums.half[h] = _mm256_add_epi32(sums.half[h], _mm256_madd_epi16(pairs, ones));
+    }
+    return sums;
+}
+INLINE v16 to_floats(Sums sums) {
+    union { __m256 half[2]; v16 whole; } both;
+    both.half[0] = _mm256_cvtepi32_ps(sums.half[0]);
+    both.half[1] = _mm256_cvtepi32_ps(sums.half[1]);
+    return both.whole;
+}
+#endif
+
+INLINE void tile_bytes(Quantized x, long row, const uint8_t *panel, int inner, float *y, long y_stride, int columns,
+                       const int rows) {
+    int group = group_of(inner), groups = inner / group;
+    v16 sums[INT8_ROWS][PANEL_VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = (v16){};
+    for (int g = 0; g < groups; g++) {
+        Sums whole[INT8_ROWS][PANEL_VECTORS];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v] = sums_from(x.offset[(row + r) * groups + g]);
+        for (int k = 0; k < group; k += 4) {
+            for (int r = 0; r < rows; r++) {
+                int32_t four;
+                memcpy(&four, x.bytes + (row + r) * inner + g * group + k, 4);
+                for (int v = 0; v < PANEL_VECTORS; v++)
+                    whole[r][v] = multiply_add(whole[r][v], panel + (long)k * PANEL + 64 * v, four);
+            }
+        }
+        const float *scales = (const float *)(panel + (long)group * PANEL);
+        for (int r = 0; r < rows; r++) {
+            v16 scale = splat(x.scale[(row + r) * groups + g]);
+            for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] += to_floats(whole[r][v]) * load(scales + 16 * v) * scale;
+        }
+        panel += (long)group * PANEL + PANEL * 4;
+    }
+    for (int r = 0; r < rows; r++) store_columns(y + r * y_stride, sums[r], columns);
+}
+
+static __attribute__((noinline)) void tile_int8(Quantized x, long row, const uint8_t *panel, int inner, float *y,
+                                                long y_stride, int columns, int rows) {
+    switch (rows) {
+        case 1: tile_bytes(x, row, panel, inner, y, y_stride, columns, 1); break;
+        case 2: tile_bytes(x, row, panel, inner, y, y_stride, columns, 2); break;
+        case 3: tile_bytes(x, row, panel, inner, y, y_stride, columns, 3); break;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- all kinds
+
+// y [rows][out] = x [rows][inner] times the matrix, plus `bias` [out] if there is one. `scratch` for int8: see quantized_in.
+static void project(const float *x, int rows, int inner, const void *packed, int kind, int out, const float *bias, float *y,
+                    void *scratch, int threads) {
+    long panels = (out + PANEL - 1) / PANEL, bytes = panel_bytes(inner, kind);
+    int step = kind == KIND_INT8 ? INT8_ROWS : MAX_ROWS;
+    Quantized q = {0};
+    if (kind == KIND_INT8) quantize(x, rows, inner, q = quantized_in(scratch, rows, inner));
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (long panel = 0; panel < panels; panel++) {
+        const void *weights = (const char *)packed + panel * bytes;
+        int columns = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
+        for (int row = 0; row < rows; row += step) {
+            int count = rows - row < step ? rows - row : step;
+            const float *from = x + (long)row * inner;
+            float *to = y + (long)row * out + panel * PANEL;
+            if (kind == KIND_INT8) tile_int8(q, row, weights, inner, to, out, columns, count);
+            else if (kind == KIND_FLOAT16) tile_float16(from, inner, weights, inner, to, out, columns, count);
+            else tile_float32(from, inner, weights, inner, to, out, columns, count);
+        }
+    }
+    if (bias)
+        for (long row = 0; row < rows; row++)
+            for (int k = 0; k < out; k++) y[row * out + k] += bias[k];
+}

@@ -1,0 +1,115 @@
+"""Operations and bytes of a step, and the two ceilings of the machine that it runs on.
+
+After Williams, Waterman and Patterson, "Roofline" (CACM 2009): a step can be no faster than its operations at the matrix rate, nor than
+its bytes at the memory bandwidth, whichever takes longer. Each weight is read once a step, each sequence's KV once; the output
+layer counts for the rows that want logits. Knows no scheduler and no wire.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.engine.plan import Plan
+
+BYTES_PER_WEIGHT = {"float32": 4.0, "float16": 2.0, "int8": 1.0625, "bfloat16": 2.0}
+"""int8 with a scale for each group of 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    flops: float
+    num_bytes: float
+
+    def floor_s(self, ceilings: "Ceilings") -> float:
+        return max(self.num_bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a worker's threads reach on this machine. Zero where they were not measured."""
+
+    flops_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What a model's steps cost."""
+
+    num_projection_weights: float
+    """That each row is multiplied with; of experts, those that one row meets."""
+    num_output_weights: float
+    bytes_per_weight: float
+    kv_bytes_per_token: float
+    flops_per_key: float
+    """Of attention: scores and values, for one row and one key, in all layers and heads."""
+
+    @staticmethod
+    def of(
+        config: Any, num_weights: dict[str, int], num_layers: int, head_size: int, weights: str, kv_bytes: int
+    ) -> "StepCosts":
+        text = config.get_text_config(decoder=True)
+        output = text.vocab_size * text.hidden_size
+        experts = sum(count for name, count in num_weights.items() if ".experts." in name)
+        others = sum(count for name, count in num_weights.items() if ".experts." not in name)
+        others -= sum(count for name, count in num_weights.items() if "embed" in name or "lm_head" in name)
+        num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+        share = min((getattr(text, "num_experts_per_tok", None) or num_experts) / num_experts, 1.0)
+        return StepCosts(
+            num_projection_weights=others + experts * share,
+            num_output_weights=output,
+            bytes_per_weight=BYTES_PER_WEIGHT[weights],
+            kv_bytes_per_token=kv_bytes,
+            flops_per_key=4.0 * num_layers * text.num_attention_heads * head_size,
+        )
+
+    def of_plan(self, plan: Plan) -> Work:
+        rows = num_logits = keys = context = 0
+        for chunk in plan.chunks:
+            length = len(chunk.tokens)
+            rows += length
+            num_logits += (chunk.draw is not None) + (len(chunk.scoring.targets) if chunk.scoring else 0)
+            keys += length * chunk.start + length * (length + 1) // 2
+            context += chunk.start + length
+        flops = 2 * (self.num_projection_weights * rows + self.num_output_weights * num_logits)
+        weights = self.num_projection_weights + (self.num_output_weights if num_logits else 0)
+        return Work(
+            flops + self.flops_per_key * keys, weights * self.bytes_per_weight + context * self.kv_bytes_per_token
+        )
+
+
+class Throughput:
+    """Operations and bytes per second while stepping: a running mean, in which a step counts by its time."""
+
+    MEMORY_S = 5.0
+
+    def __init__(self) -> None:
+        self.flops_per_s = self.bytes_per_s = 0.0
+        self._weight_s = 0.0
+
+    def stepped(self, work: Work, duration_s: float) -> None:
+        if duration_s <= 0:
+            return
+        kept_s = min(self._weight_s, self.MEMORY_S)
+        self._weight_s = kept_s + duration_s
+        self.flops_per_s = (self.flops_per_s * kept_s + work.flops) / self._weight_s
+        self.bytes_per_s = (self.bytes_per_s * kept_s + work.num_bytes) / self._weight_s
+
+
+def measure_ceilings() -> Ceilings:
+    """With torch's threads, as they are set: a float32 product of 1024 rows, and a sum over 256 MiB, each at its best of five."""
+    import torch
+
+    data = torch.ones(64 * 1024 * 1024)
+    left, right = torch.ones(1024, 1024), torch.ones(1024, 1024)
+    return Ceilings(2 * 1024**3 / _best(lambda: left @ right), data.nbytes / _best(data.sum))
+
+
+def _best(work: Callable[[], object], times: int = 5) -> float:
+    seconds: list[float] = []
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

@@ -1,0 +1,283 @@
+"""The native decoder against transformers, on tiny random models of each family; and that a position's bits depend on its prefix alone."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvferry.engine.load import EngineSettings, load_engine
+from kvferry.engine.native.library import load_library, processor_levels
+from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
+from kvferry.engine.reference import Reference
+from kvferry.errors import ConfigurationError
+
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
+FAMILIES = {
+    "llama": dict(model_type="llama", num_key_value_heads=2),
+    "llama with all heads": dict(model_type="llama", num_key_value_heads=4),
+    "llama, tied": dict(model_type="llama", num_key_value_heads=2, tie_word_embeddings=True),
+    "llama, scaled rope": dict(model_type="llama", num_key_value_heads=1, rope_parameters=LLAMA3_ROPE),
+    "llama, yarn": dict(model_type="llama", num_key_value_heads=2, rope_parameters=YARN_ROPE),
+    "llama, wide heads": dict(model_type="llama", num_key_value_heads=2, head_dim=64),
+    "mistral": dict(model_type="mistral", num_key_value_heads=2, head_dim=32, sliding_window=None),
+    "mistral, window": dict(model_type="mistral", num_key_value_heads=1, head_dim=16, sliding_window=21),
+    "qwen2": dict(model_type="qwen2", num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": dict(model_type="qwen3", num_key_value_heads=2, head_dim=32),
+}
+KINDS = ("float32", "float16", "int8")
+
+
+def make_checkpoint(directory, **changes):
+    torch.manual_seed(0)
+    settings = {
+        **dict(
+            model_type="llama",
+            vocab_size=199,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=256,
+            initializer_range=0.2,
+        ),
+        **changes,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                tensor.add_(torch.randn_like(tensor) * 0.3)
+    model.save_pretrained(directory)
+    return directory
+
+
+def load(directory, kv_tokens=512, **settings):
+    return load_engine(directory, EngineSettings(kv_tokens, **settings))
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def checkpoint(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model"), **FAMILIES[request.param])
+
+
+@pytest.fixture(params=["native", "modules"])
+def form(request, monkeypatch):
+    """Which engine runs it: the C decoder, or transformers' modules, where that cannot be had."""
+    if request.param == "modules":
+        monkeypatch.setattr("kvferry.engine.load.load_library", lambda: None)
+    return request.param
+
+
+@pytest.mark.parametrize("cut", [1, 7, 16, 64, 1000])
+def test_logits_equal_transformers_however_the_prompt_is_cut(checkpoint, cut, form):
+    engine = load(checkpoint, 512)
+    assert form in type(engine.runner).__name__.lower()
+    tokens = [random.Random(k).randrange(199) for k in range(100)]
+    expected = Reference(checkpoint).logits(tokens)
+    slots = tuple(random.Random(1).sample(range(1, 33), 7))
+    runner = engine.runner
+    for start in range(0, len(tokens), cut):
+        end = min(start + cut, len(tokens))
+        chunk = Chunk(1, tuple(tokens[start:end]), start, slots[: -(-end // 16)], None)
+        logits = torch.from_numpy(runner.all_logits(chunk))
+        assert torch.allclose(logits, expected[start:end], atol=1e-4)
+
+
+def test_a_mixed_step_gives_each_sequence_its_own_tokens(checkpoint, form):
+    engine = load(checkpoint, 2048)
+    reference = Reference(checkpoint)
+    prompts = [
+        [random.Random(f"{n} {k}").randrange(199) for k in range(length)]
+        for n, length in enumerate((1, 15, 16, 33, 90))
+    ]
+    answers = [[] for _ in prompts]
+    for step in range(6):
+        chunks = []
+        for number, prompt in enumerate(prompts):
+            tokens = [*prompt, *answers[number]]
+            start = 0 if step == 0 else len(tokens) - 1
+            slots = tuple(range(1 + 10 * number, 1 + 10 * number + -(-len(tokens) // 16)))
+            chunks.append(Chunk(number, tuple(tokens[start:]), start, slots, Draw(GREEDY)))
+        result = engine.runner.run(Plan(step, tuple(chunks)))
+        assert not result.failures
+        for number, token in result.tokens.items():
+            answers[number].append(token)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer == reference.greedy(prompt, 6)[0]
+
+
+def test_rows_that_are_not_finite_fail_alone(tmp_path, form):
+    engine = load(make_checkpoint(tmp_path), 512)
+    engine.memory.blocks[5].fill_(float("nan"))
+    draw = Draw(GREEDY)
+    plan = Plan(1, (Chunk(1, (3,), 16, (5, 6), draw), Chunk(2, (3,), 0, (7,), draw)))
+    result = engine.runner.run(plan)
+    assert set(result.failures) == {1}
+    assert set(result.tokens) == {2}
+
+
+def test_memory_that_was_never_written_does_not_leak_into_attention(tmp_path, form):
+    engine = load(make_checkpoint(tmp_path), 512)
+    plan = Plan(1, (Chunk(1, (3, 4, 5), 0, (5,), Draw(GREEDY)),))
+    clean = engine.runner.run(plan).tokens
+    engine.memory.blocks.fill_(float("nan"))
+    assert engine.runner.run(plan).tokens == clean
+
+
+def random_schedule(runner, prompts, seed):
+    """All logits of each prompt, computed in random company, cuts and slots; bits by prompt."""
+    rng = random.Random(seed)
+    free = list(range(1, 129))
+    rng.shuffle(free)
+    tables = [tuple(free.pop() for _ in range(-(-len(prompt) // 16))) for prompt in prompts]
+    done, logits = [0] * len(prompts), [[] for _ in prompts]
+    while any(count < len(prompt) for count, prompt in zip(done, prompts, strict=True)):
+        chunks, owners = [], []
+        for number, prompt in enumerate(prompts):
+            count = min(rng.choice([0, 1, 2, 5, 16, 33]), len(prompt) - done[number])
+            if count:
+                end = done[number] + count
+                draw = Draw(GREEDY)
+                chunks.append(
+                    Chunk(
+                        number, tuple(prompt[done[number] : end]), done[number], tables[number][: -(-end // 16)], draw
+                    )
+                )
+                owners.append((number, end))
+                done[number] = end
+        if chunks:
+            for (number, end), row in zip(owners, runner.logits(tuple(chunks), list(chunks)), strict=True):
+                logits[number].append((end, row.tobytes()))
+    return logits
+
+
+@pytest.mark.parametrize("weights", KINDS)
+@pytest.mark.parametrize(("threads", "kv"), [(1, "float32"), (2, "float32"), (1, "bfloat16")])
+def test_a_positions_bits_depend_on_its_prefix_alone(checkpoint, weights, threads, kv):
+    """Whatever shares the step, however the prompt is cut, wherever its blocks are, with one thread or two."""
+    alone = load(checkpoint, 2048, weights=weights, kv=kv).runner
+    shared = load(checkpoint, 2048, weights=weights, kv=kv, num_threads=threads).runner
+    rng = random.Random(7)
+    prompts = [[rng.randrange(199) for _ in range(rng.randrange(1, 100))] for _ in range(9)]
+    expected = []
+    for prompt in prompts:
+        chunk = Chunk(1, tuple(prompt), 0, tuple(range(1, 1 + -(-len(prompt) // 16))), None)
+        expected.append([row.tobytes() for row in alone.all_logits(chunk)])
+    for seed in range(12):
+        for prompt_bits, got in zip(expected, random_schedule(shared, prompts, seed), strict=True):
+            for end, bits in got:
+                assert bits == prompt_bits[end - 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"), [(dict(weights="float16"), 0.02), (dict(weights="int8"), 0.2), (dict(kv="bfloat16"), 0.1)]
+)
+def test_coarser_numbers_stay_close_to_float32(checkpoint, settings, share):
+    tokens = tuple(random.Random(k).randrange(199) for k in range(60))
+    chunk = Chunk(1, tokens, 0, (1, 2, 3, 4), None)
+    exact, coarse = (load(checkpoint, **one).runner.all_logits(chunk) for one in (dict(), settings))
+    assert 0 < abs(exact - coarse).max() < share * abs(exact).max()
+
+
+@pytest.mark.parametrize("weights", KINDS)
+def test_every_instruction_set_that_this_processor_has_agrees(checkpoint, weights, monkeypatch):
+    """To rounding: their sums run in other orders."""
+    tokens = tuple(random.Random(k).randrange(199) for k in range(60))
+    chunk, found = Chunk(1, tokens, 0, (1, 2, 3, 4), None), []
+    for level in processor_levels():
+        monkeypatch.setattr("kvferry.engine.load.load_library", lambda name=level.name: load_library(name))
+        found.append(load(checkpoint, weights=weights).runner.all_logits(chunk))
+    tolerance = 1e-4 if weights != "int8" else 0.1  # a rounding apart may be an int8 step apart
+    for other in found[1:]:
+        assert abs(other - found[0]).max() <= tolerance * abs(found[0]).max()
+
+
+def test_a_loud_neighbour_changes_nothing_of_int8_rows(tmp_path):
+    runner = load(make_checkpoint(tmp_path), weights="int8").runner
+    quiet = Chunk(1, (3, 4, 5), 0, (1,), Draw(GREEDY))
+    alone = runner.logits((quiet,), [quiet])
+    runner._weights.embedding = runner._weights.embedding.clone()
+    runner._weights.embedding[9] *= 1e6
+    loud = Chunk(2, (9, 9, 9), 0, (2,), Draw(GREEDY))
+    assert runner.logits((loud, quiet), [quiet]).tobytes() == alone.tobytes()
+
+
+def test_auto_takes_float16_and_float32_where_that_cannot_hold_a_weight(tmp_path):
+    make_checkpoint(tmp_path)
+    assert load(tmp_path, weights="auto").identity == load(tmp_path, weights="float16").identity
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = 1e5
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.down_proj"):
+        load(tmp_path, weights="float16")
+    assert load(tmp_path, weights="auto").identity == load(tmp_path, weights="float32").identity
+
+
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(model_type="mamba"), "layer_types"),
+        (dict(model_type="no such"), "model_type"),
+        (dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)), "longrope"),
+        (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "rope type 'dynamic'"),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0), rope_parameters=None), "rope type 'dynamic'"),
+        (dict(hidden_size=32), "shape"),
+        (dict(num_hidden_layers=4), "model.layers.3"),
+        (dict(num_hidden_layers=2), "unknown tensors"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_run_is_refused_by_name(tmp_path, changes, named):
+    change_config(make_checkpoint(tmp_path), **changes)
+    with pytest.raises(ConfigurationError, match=named):
+        load(tmp_path, 512)
+
+
+def test_a_checkpoint_without_safetensors_is_refused(tmp_path):
+    make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigurationError, match="safetensors only"):
+        load(tmp_path, 512)
+
+
+def test_the_model_id_depends_on_weights_rope_and_block_size(tmp_path):
+    one = load(make_checkpoint(tmp_path / "a"), 512).identity.model_id
+    assert load(make_checkpoint(tmp_path / "b"), 512).identity.model_id == one
+    assert load(tmp_path / "a", 512, block_size=32).identity.model_id != one
+    assert load(tmp_path / "a", 512, weights="float16").identity.model_id != one
+    change_config(tmp_path / "b", rope_parameters=dict(rope_type="default", rope_theta=5e4))
+    assert load(tmp_path / "b", 512).identity.model_id != one
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "a")).save_pretrained(tmp_path / "c")
+    assert load(tmp_path / "c", 512).identity.model_id != one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (dict(kv_tokens=8), "kv_tokens"),
+        (dict(block_size=24), "block size"),
+        (dict(context_tokens=999), "max_position_embeddings"),
+        (dict(context_tokens=200, kv_tokens=128), "raise kv_tokens"),
+        (dict(weights="int3"), "float16"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(tmp_path, arguments, named):
+    make_checkpoint(tmp_path)
+    with pytest.raises(ConfigurationError, match=named):
+        load(tmp_path, **{"kv_tokens": 512, **arguments})
