@@ -22,8 +22,6 @@ Ids = npt.NDArray[np.intp]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below are taken for 0."""
-FIRST_CANDIDATES = 1024
-"""So many of the likeliest tokens are sorted for top_p before all are."""
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
@@ -118,14 +116,9 @@ def _kept(scaled: Floats, weights: Floats, sampling: Sampling) -> Ids | None:
 
 def _nucleus(scaled: Floats, weights: Floats, kept: Ids | None, top_p: float) -> Ids:
     """The smallest set of the likeliest whose probability reaches `top_p`, ascending (Holtzman et al., 2020)."""
-    ids = np.arange(len(weights)) if kept is None else kept
-    wanted = top_p * float(weights[ids].sum(dtype=np.float64))
-    count = min(FIRST_CANDIDATES, len(ids))
-    while True:
-        candidates = ids[likeliest(scaled[ids], count)] if count < len(ids) else ids
-        ordered = candidates[np.argsort(-weights[candidates], kind="stable")]
-        cumulated = np.cumsum(weights[ordered], dtype=np.float64)
-        if cumulated[-1] >= wanted or count == len(ids):
-            num_kept = min(int(np.searchsorted(cumulated, wanted)) + 1, len(ordered))
-            return np.sort(ordered[:num_kept])
-        count = len(ids)
+    if kept is not None:
+        scaled, weights = scaled[kept], weights[kept]
+    cumulated = np.cumsum(np.sort(weights)[::-1], dtype=np.float64)
+    count = int(np.searchsorted(cumulated, top_p * cumulated[-1])) + 1
+    chosen = likeliest(scaled, count)
+    return chosen if kept is None else kept[chosen]

@@ -16,6 +16,9 @@ from kvferry.messages import TokenLogprobs
 LOGIT_ROWS = 64
 """Logits of so many rows are held at a time where a whole prompt's are wanted."""
 
+RUN = 64
+"""Values that are first looked at by their maximum alone."""
+
 
 def logprobs_of(logits: npt.NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
     """`logits` [vocabulary], finite. Among equals the smaller id comes first."""
@@ -58,6 +61,19 @@ def likeliest(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int
     if count <= 0:
         return np.empty(0, np.intp)
     count = min(count, len(values))
-    threshold = np.partition(values, len(values) - count)[len(values) - count]
-    above, equal = np.flatnonzero(values > threshold), np.flatnonzero(values == threshold)
-    return np.sort(np.concatenate([above, equal[: count - len(above)]]))
+    candidates = _candidates(values, count)
+    found = values if candidates is None else values[candidates]
+    threshold = np.partition(found, len(found) - count)[len(found) - count]
+    above, equal = np.flatnonzero(found > threshold), np.flatnonzero(found == threshold)
+    chosen = np.sort(np.concatenate([above, equal[: count - len(above)]]))
+    return chosen if candidates is None else candidates[chosen]
+
+
+def _candidates(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp] | None:
+    """Places among which the largest are, if few can be told in one pass: `count` runs have a maximum of at least the bound."""
+    num_runs = len(values) // RUN
+    if count * 4 > num_runs:
+        return None
+    highest = values[: num_runs * RUN].reshape(num_runs, RUN).max(axis=1)
+    bound = np.partition(highest, num_runs - count)[num_runs - count]
+    return np.flatnonzero(values >= bound)

@@ -1,5 +1,9 @@
 """Block memory in a torch tensor, one slot's KV of all layers in one run, in the canonical layout of kvferry/kv/memory.py."""
 
+import contextlib
+import math
+import mmap
+
 import torch
 
 from kvferry.kv.memory import BlockFormat
@@ -22,8 +26,7 @@ class TorchMemory:
         """`dtype` is float32 or bfloat16."""
         shape = (num_layers, 2, num_kv_heads, block_size, head_size)
         numbers = (num_slots + 1, num_layers, 2, num_kv_heads, block_size * head_size)
-        self.blocks = torch.empty(numbers, dtype=DTYPES[dtype])
-        self.blocks[0].zero_()
+        self.blocks = _zeros(math.prod(numbers), DTYPES[dtype]).view(numbers)
         self.keys = self.blocks[:, :, 0].unflatten(-1, (head_size, block_size))
         """[slot, layer, KV head, dim, token]"""
         self.values = self.blocks[:, :, 1].unflatten(-1, (block_size, head_size))
@@ -34,3 +37,12 @@ class TorchMemory:
     def view(self, slot: int) -> memoryview:
         size = self.format.block_bytes
         return self._bytes[slot * size : (slot + 1) * size]
+
+
+def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Pages that are taken when they are first touched; large ones where the system has them, as blocks lie anywhere."""
+    mapped = mmap.mmap(-1, count * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=dtype, count=count)

@@ -36,7 +36,20 @@ typedef struct {
     float *hidden;  // [rows][hidden]: embeddings in, the last layer's output out
     float *normed, *projected, *attended, *gated;
     void *quantized;
+    double *seconds;  // [PARTS], added to
 } Batch;
+
+enum { PART_PROJECTIONS, PART_ATTENTION, PART_OUTPUT_LAYER, PART_OTHERS, PARTS };
+
+// Adds the time since the last call to a part; the first call of a step has no part.
+typedef struct { struct timespec last; } Watch;
+
+static void lap(Watch *watch, const Batch *b, int part) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (part < PARTS) b->seconds[part] += (now.tv_sec - watch->last.tv_sec) + (now.tv_nsec - watch->last.tv_nsec) * 1e-9;
+    watch->last = now;
+}
 
 static void rms_norm(const float *x, const float *weight, float epsilon, int rows, int width, float *y) {
     for (int row = 0; row < rows; row++, x += width, y += width) {
@@ -111,30 +124,45 @@ void forward(const Model *m, const Batch *b) {
     const Shape *s = &m->shape;
     int rows = b->rows, kind = m->kind, threads = b->spans.threads, hidden = m->hidden;
     int queries = s->heads * s->head, projected = queries + 2 * s->kv_heads * s->head;
+    Watch watch;
+    lap(&watch, b, PARTS);
     for (int layer = 0; layer < s->layers; layer++) {
         const Layer *l = m->layer + layer;
         rms_norm(b->hidden, l->input_norm, m->epsilon, rows, hidden, b->normed);
+        lap(&watch, b, PART_OTHERS);
         project(b->normed, rows, hidden, l->query_key_value, kind, projected, l->bias, b->projected, b->quantized, threads);
+        lap(&watch, b, PART_PROJECTIONS);
         write_kv(m, b, layer);
+        lap(&watch, b, PART_OTHERS);
         attention(s, &b->spans, layer, b->projected, projected, b->attended, queries);
+        lap(&watch, b, PART_ATTENTION);
         project(b->attended, rows, queries, l->output, kind, hidden, NULL, b->normed, b->quantized, threads);
+        lap(&watch, b, PART_PROJECTIONS);
         add(b->hidden, b->normed, (long)rows * hidden);
         rms_norm(b->hidden, l->post_norm, m->epsilon, rows, hidden, b->normed);
+        lap(&watch, b, PART_OTHERS);
         project(b->normed, rows, hidden, l->gate_up, kind, 2 * m->intermediate, NULL, b->projected, b->quantized, threads);
+        lap(&watch, b, PART_PROJECTIONS);
         silu_gate(b->projected, rows, m->intermediate, b->gated);
+        lap(&watch, b, PART_OTHERS);
         project(b->gated, rows, m->intermediate, l->down, kind, hidden, NULL, b->normed, b->quantized, threads);
+        lap(&watch, b, PART_PROJECTIONS);
         add(b->hidden, b->normed, (long)rows * hidden);
+        lap(&watch, b, PART_OTHERS);
     }
 }
 
 // Logits [logit_rows][vocabulary] of some of the rows that `forward` left.
 void output(const Model *m, const Batch *b) {
     int hidden = m->hidden;
+    Watch watch;
+    lap(&watch, b, PARTS);
     for (int k = 0; k < b->logit_rows; k++)
         memcpy(b->normed + (long)k * hidden, b->hidden + (long)b->logit_row[k] * hidden, hidden * sizeof(float));
     rms_norm(b->normed, m->norm, m->epsilon, b->logit_rows, hidden, b->projected);
     project(b->projected, b->logit_rows, hidden, m->output_layer, m->kind, m->vocabulary, NULL, b->logits, b->quantized,
             b->spans.threads);
+    lap(&watch, b, PART_OUTPUT_LAYER);
 }
 
 // The attention of one layer alone, for models whose other parts run elsewhere. queries, out [rows][heads][head].

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.engine.native.family import DecoderConfig
-from kvferry.engine.native.library import KINDS, Batch, Library, Model, Shape, Spans
+from kvferry.engine.native.library import KINDS, PARTS, Batch, Library, Model, Shape, Spans
 from kvferry.engine.native.weights import PackedWeights
 from kvferry.engine.packing import PackedChunks
 from kvferry.engine.plan import Chunk, Plan, StepResult
@@ -41,6 +41,8 @@ class NativeRunner:
         self._num_threads, self._weights, self._rope = num_threads, weights, rope
         self._scratch: dict[str, npt.NDArray[np.uint8]] = {}
         self._kept: Any = None
+        self.part_seconds: npt.NDArray[np.float64] = np.zeros(len(PARTS))
+        """Spent in each of PARTS, over all steps."""
         c, block = config, memory.format.block_size
         self._shape = Shape(
             c.num_layers,
@@ -76,12 +78,12 @@ class NativeRunner:
     def logits(self, chunks: tuple[Chunk, ...], drawing: list[Chunk]) -> npt.NDArray[np.float32]:
         """Computes the chunks' KV; returns the logits [len(drawing), vocabulary] after the last token of each of `drawing`."""
         packed, batch = self._forward(chunks)
-        return self._logits(batch, packed.last_rows(drawing))
+        return self._logits(batch, packed.last_rows(drawing)).copy()
 
     def all_logits(self, chunk: Chunk) -> npt.NDArray[np.float32]:
         """[tokens, vocabulary]: after each of the chunk's tokens."""
         _, batch = self._forward((chunk,))
-        return self._logits(batch, np.arange(len(chunk.tokens), dtype=np.int32))
+        return self._logits(batch, np.arange(len(chunk.tokens), dtype=np.int32)).copy()
 
     def _forward(self, chunks: tuple[Chunk, ...]) -> tuple[PackedChunks, Any]:
         """The chunks, and the batch with their hidden states, good until the next call."""
@@ -108,6 +110,7 @@ class NativeRunner:
             projected=self._buffer("projected", most * widest * 4),
             attended=self._buffer("attended", rows * queries * 4),
             gated=self._buffer("gated", rows * c.intermediate_size * 4),
+            seconds=self.part_seconds.ctypes.data,
             quantized=self._buffer("quantized", most * (inner + inner // 32 * INT8_SCRATCH_PER_GROUP)),
         )
         self._library.forward(ctypes.byref(self._model), ctypes.byref(batch))
@@ -115,8 +118,13 @@ class NativeRunner:
         return packed, batch
 
     def _logits(self, batch: Any, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        """Of some rows of the last `_forward`, in slices that bound the scratch."""
-        logits = np.empty((len(rows), self._config.vocabulary_size), np.float32)
+        """Of some rows of the last `_forward`, good until the next call; in slices that bound the scratch."""
+        vocabulary = self._config.vocabulary_size
+        if len(rows) <= LOGIT_ROWS:  # in memory that is there already
+            self._buffer("logits", len(rows) * vocabulary * 4)
+            logits = self._scratch["logits"].view(np.float32)[: len(rows) * vocabulary].reshape(len(rows), vocabulary)
+        else:
+            logits = np.empty((len(rows), vocabulary), np.float32)
         for begin in range(0, len(rows), LOGIT_ROWS):
             part = np.ascontiguousarray(rows[begin : begin + LOGIT_ROWS])
             batch.logit_rows, batch.logit_row = len(part), part.ctypes.data
@@ -128,5 +136,5 @@ class NativeRunner:
         """Scratch that only grows."""
         known = self._scratch.get(name)
         if known is None or known.size < size:
-            known = self._scratch[name] = np.empty(size, np.uint8)
+            known = self._scratch[name] = np.empty(-(-size // 4) * 4, np.uint8)
         return known.ctypes.data

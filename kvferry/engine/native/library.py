@@ -26,6 +26,9 @@ FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", 
 KINDS = {"float32": 0, "float16": 1, "int8": 2}
 """How weights are kept, by the library's number."""
 
+PARTS = ("projections", "attention", "output layer", "others")
+"""What the library's steps are timed by."""
+
 POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
@@ -74,7 +77,7 @@ Batch = _structure(
     "Batch",
     *_named(INT32, "rows logit_rows"),
     ("spans", Spans),
-    *_named(POINTER, "slots offsets logit_row logits hidden normed projected attended gated quantized"),
+    *_named(POINTER, "slots offsets logit_row logits hidden normed projected attended gated quantized seconds"),
 )
 
 

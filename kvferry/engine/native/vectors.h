@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 typedef float v16 __attribute__((vector_size(64), aligned(4)));
 typedef int32_t i16 __attribute__((vector_size(64), aligned(4)));
@@ -63,7 +64,14 @@ INLINE float sum(v16 v) {
     return v[0];
 }
 
-INLINE v16 larger(v16 a, v16 b) { return choose(a > b, a, b); }
+// The second where one of them is NaN.
+INLINE v16 larger(v16 a, v16 b) {
+#ifdef __AVX512F__
+    return (v16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
 
 INLINE float largest(v16 v) {
     v = larger(v, turned(v, 8));
@@ -84,12 +92,10 @@ INLINE float largest_bits(i16 v) {
 
 // exp(x) = 2^n * 2^f with |f| <= 1/2 and a polynomial of degree 6 for 2^f; below -87 it is 0 for all purposes. NaN stays.
 INLINE v16 exponential(v16 given) {
-    v16 low = splat(-87.0f), high = splat(88.0f), x = choose(given < low, low, given);
-    x = choose(x > high, high, x);
-    v16 scaled = x * splat(1.44269504088896341f);
-    v16 shifted = scaled + splat(12582912.0f);  // 1.5 * 2^23: rounds to the nearest integer
-    i16 exponent = (i16)shifted - (i16)splat(12582912.0f);
-    v16 f = scaled - (shifted - splat(12582912.0f));
+    v16 x = larger(splat(-87.0f), given);
+    v16 scaled = (v16)x * splat(1.44269504088896341f);
+    v16 whole = scaled + splat(12582912.0f) - splat(12582912.0f);  // 1.5 * 2^23: rounds to the nearest integer
+    v16 f = scaled - whole;
     v16 p = splat(1.535336188319500e-4f);
     p = p * f + splat(1.339887440266574e-3f);
     p = p * f + splat(9.618437357674640e-3f);
@@ -97,5 +103,10 @@ INLINE v16 exponential(v16 given) {
     p = p * f + splat(2.402264791363012e-1f);
     p = p * f + splat(6.931472028550421e-1f);
     p = p * f + splat(1.0f);
-    return choose(given == given, (v16)((i16)p + (exponent << 23)), given);
+#ifdef __AVX512F__
+    return (v16)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+    whole = choose(whole > splat(127.0f), splat(127.0f), whole);  // larger than any float: as near as this goes
+    return choose(given == given, (v16)((i16)p + (__builtin_convertvector(whole, i16) << 23)), given);
+#endif
 }

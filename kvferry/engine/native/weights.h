@@ -239,15 +239,15 @@ static __attribute__((noinline)) void tile_int8(Quantized x, long row, const uin
 static void project(const float *x, int rows, int inner, const void *packed, int kind, int out, const float *bias, float *y,
                     void *scratch, int threads) {
     long panels = (out + PANEL - 1) / PANEL, bytes = panel_bytes(inner, kind);
-    int step = kind == KIND_INT8 ? INT8_ROWS : MAX_ROWS;
+    int most = kind == KIND_INT8 ? INT8_ROWS : MAX_ROWS, tiles = (rows + most - 1) / most;
     Quantized q = {0};
     if (kind == KIND_INT8) quantize(x, rows, inner, q = quantized_in(scratch, rows, inner));
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long panel = 0; panel < panels; panel++) {
         const void *weights = (const char *)packed + panel * bytes;
         int columns = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
-        for (int row = 0; row < rows; row += step) {
-            int count = rows - row < step ? rows - row : step;
+        for (int t = 0, row = 0, count; t < tiles; t++, row += count) {
+            count = (rows - row) / (tiles - t);  // tiles of even height: a low one does little for each weight that it loads
             const float *from = x + (long)row * inner;
             float *to = y + (long)row * out + panel * PANEL;
             if (kind == KIND_INT8) tile_int8(q, row, weights, inner, to, out, columns, count);
