@@ -83,6 +83,7 @@ class Choice:
         self.num_tries_at_source = 0
         self.num_high_water = 0  # tokens that had KV before a preemption
         self.num_local_tokens = 0
+        self.is_computed_here = False  # no source brings what is missing
         self.num_scored = min(num_scored, num_prompt_tokens)
         self.tail_planned_s: float | None = None
 
@@ -304,8 +305,9 @@ class DecodeScheduler:
         margin = GROWTH_MARGIN_BLOCKS * self._block_size
         wanted = len(sequence.tokens) + min(choice.sampling.max_tokens - choice.index - 1, margin)
         wanted = min(max(wanted, len(sequence.tokens)), self._limits.context_tokens)
+        skipped = 0 if choice.is_scoring or choice.is_computed_here else sequence.num_unseen_blocks
         try:
-            adopted = sequence.start(wanted, 0 if choice.is_scoring else sequence.num_blocks_before_tail)
+            adopted = sequence.start(wanted, 0 if choice.is_scoring else sequence.num_blocks_before_tail, skipped)
         except PoolExhausted:
             return False
         if not choice.num_high_water:
@@ -334,10 +336,20 @@ class DecodeScheduler:
             return
         elif choice.sources:
             self._open_fetch(choice)
-        elif choice.num_given_sources and missing * self._block_size > self._limits.max_local_tokens:
+        elif choice.num_given_sources and self._num_local_tokens(choice, missing) > self._limits.max_local_tokens:
             self._end(choice, ChoiceEndReason.UNPLACED, f"no source delivered the {missing} missing blocks")
+        elif sequence.num_skipped_blocks:  # what computes the missing ones sees blocks that were left out
+            choice.is_computed_here = True
+            sequence.stop()
+            choice.move(State.WAITING)
+            self._start(choice)
         else:
             choice.move(State.RUNNING)
+
+    def _num_local_tokens(self, choice: Choice, num_missing_blocks: int) -> int:
+        """That would have to be computed here if no source brings the missing blocks."""
+        skipped = choice.sequence.num_skipped_blocks
+        return (choice.sequence.num_blocks_before_tail if skipped else num_missing_blocks) * self._block_size
 
     def _open_fetch(self, choice: Choice) -> None:
         first, last = choice.sequence.num_sealed_blocks, choice.sequence.num_blocks_before_tail

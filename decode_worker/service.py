@@ -160,7 +160,8 @@ class DecodeService:
         deadline_s = None if opening.time_left_s is None else arrived_s + opening.time_left_s
         for start in opening.choices:
             tokens = [*opening.prompt_tokens, *start.emitted_tokens]
-            sequence = Sequence(self._scheduler.next_sequence_id(), tokens, root, self._identity.block_size, self._pool)
+            identity, number = self._identity, self._scheduler.next_sequence_id()
+            sequence = Sequence(number, tokens, root, identity.block_size, self._pool, identity.window)
             choice = Choice(
                 request,
                 start.choice,

@@ -770,3 +770,64 @@ def test_every_way_to_need_a_slot_can_evict():
             await d.quiet()
 
     run_virtual(main)
+
+
+# -------------------------------------------------------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize("window", [2, 15, 16, 17, 40, 100])
+def test_with_a_window_only_the_blocks_that_are_still_seen_travel(window):
+    async def main():
+        def engine():
+            return fake_engine(200, BLOCK, window=window)
+
+        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+            for name in ("p1", "d1"):
+                d.start(name, engine=engine())
+            await d.ready("p1", "d1")
+            for length in (1, 16, 17, 48, 49, 100, 160, 161, 500):
+                prompt = prompt_of(length, (length, window))
+                for _ in range(2):  # computed and fetched, then found
+                    live = d.submit(prompt, 20)
+                    await wait_all([live])
+                    wanted = fake_answer(prompt, Sampling(0, 20, 0.0), window=window)
+                    assert live.journal.choices[0].tokens == wanted, length
+                assert live.summary().num_fetched_blocks == 0
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_with_a_window_a_fetch_starts_at_the_first_block_that_is_seen():
+    async def main():
+        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+            for name in ("p1", "d1"):
+                d.start(name, engine=fake_engine(200, BLOCK, window=40))
+            await d.ready("p1", "d1")
+            prompt = prompt_of(500)
+            live = d.submit(prompt, 4)
+            await wait_all([live])
+            assert live.summary().num_fetched_blocks == 3  # 31 whole blocks; the tail at 496 sees from 457 on: block 28
+            assert d.nodes["p1"].worker.load().counters["computed_tokens"] == 496
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_with_a_window_what_no_source_brings_is_computed_from_the_beginning():
+    async def main():
+        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+            for name in ("p1", "d1"):
+                d.start(name, engine=fake_engine(200, BLOCK, window=40), max_local_tokens=4000)
+            await d.ready("p1", "d1")
+            prompt = prompt_of(500)
+            live = d.submit(prompt, 30)
+            await asyncio.sleep(0.2)
+            await d.kill("p1")
+            await wait_all([live])
+            assert live.journal.choices[0].tokens == fake_answer(prompt, Sampling(0, 30, 0.0), window=40)
+            alone = prompt_of(300, "alone")
+            assert await d.answer(alone, 5) == fake_answer(alone, Sampling(0, 5, 0.0), window=40)
+            await d.quiet()
+
+    run_virtual(main)

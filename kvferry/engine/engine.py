@@ -20,7 +20,7 @@ class Engine:
 
 
 def fake_engine(
-    num_slots: int, block_size: int = 16, vocabulary_size: int = 1000, context_tokens: int = 8192
+    num_slots: int, block_size: int = 16, vocabulary_size: int = 1000, context_tokens: int = 8192, window: int = 0
 ) -> Engine:
     """A model without weights (kvferry/engine/fake.py)."""
     memory = BytesMemory(num_slots, block_size)
@@ -32,6 +32,7 @@ def fake_engine(
         block_bytes=memory.format.block_bytes,
         vocabulary_size=vocabulary_size,
         context_tokens=context_tokens,
+        window=window,
     )
     costs = StepCosts(1.0, 1.0, 1.0, float(memory.format.block_bytes // block_size), 1.0)
-    return Engine(identity, memory, FakeRunner(memory, vocabulary_size), num_slots, costs)
+    return Engine(identity, memory, FakeRunner(memory, vocabulary_size, window), num_slots, costs)

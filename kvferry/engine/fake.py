@@ -31,9 +31,9 @@ class BytesMemory:
 class FakeRunner:
     """A runner over `BytesMemory`."""
 
-    def __init__(self, memory: BytesMemory, vocabulary_size: int = 1000):
-        self._memory = memory
-        self._vocabulary_size = vocabulary_size
+    def __init__(self, memory: BytesMemory, vocabulary_size: int = 1000, window: int = 0):
+        """`window`: only so many positions are looked at for the next token; 0: all."""
+        self._memory, self._vocabulary_size, self._window = memory, vocabulary_size, window
 
     def run(self, plan: Plan) -> StepResult:
         tokens, logprobs, scores = dict[int, int](), dict[int, TokenLogprobs](), dict[int, tuple[TokenLogprobs, ...]]()
@@ -55,7 +55,9 @@ class FakeRunner:
             self._kv(chunk, position)[:] = kv_of(previous, token)
         if chunk.draw is None:
             return None
-        context = b"".join(self._kv(chunk, position) for position in range(chunk.start + len(chunk.tokens)))
+        end = chunk.start + len(chunk.tokens)
+        begin = max(end - self._window, 0) if self._window else 0
+        context = b"".join(self._kv(chunk, position) for position in range(begin, end))
         sampling = chunk.draw.sampling
         return next_token(context, self._vocabulary_size, sampling.seed if sampling.temperature else 0)
 
@@ -78,7 +80,7 @@ def next_token(context: bytes, vocabulary_size: int, seed: int = 0) -> int:
     return int.from_bytes(digest, "little") % vocabulary_size
 
 
-def fake_answer(prompt: list[int], sampling: Sampling, vocabulary_size: int = 1000) -> list[int]:
+def fake_answer(prompt: list[int], sampling: Sampling, vocabulary_size: int = 1000, window: int = 0) -> list[int]:
     """What any undisturbed service must answer: the reference, computed without pool or plan."""
     context, previous, answer = b"", b"", list[int]()
     pending = list(prompt)
@@ -86,7 +88,8 @@ def fake_answer(prompt: list[int], sampling: Sampling, vocabulary_size: int = 10
         for token in pending:
             previous = kv_of(previous, token)
             context += previous
-        token = next_token(context, vocabulary_size, sampling.seed if sampling.temperature else 0)
+        seen = context[-window * KV_BYTES :] if window else context
+        token = next_token(seen, vocabulary_size, sampling.seed if sampling.temperature else 0)
         answer.append(token)
         if token in sampling.stop_token_ids or len(answer) == sampling.max_tokens:
             return answer

@@ -73,6 +73,7 @@ def load_engine(
         block_bytes=memory.format.block_bytes,
         vocabulary_size=shape.vocabulary_size,
         context_tokens=settings.context_tokens or shape.context_tokens,
+        window=runner.window if isinstance(runner, NativeRunner) else 0,
     )
     kv_bytes = memory.format.block_bytes // settings.block_size
     costs = StepCosts.of(config, tensors.num_weights(), shape.num_layers, shape.head_size, weights, kv_bytes)

@@ -7,15 +7,23 @@ referenced if whole, being filled otherwise; all of it lives in one hold. Knows 
 from kvferry.kv.block_id import extend_chain, num_whole_blocks_before_tail
 from kvferry.kv.pool import BlockPool, Hold
 
+PADDING_SLOT = 0
+
 
 class Sequence:
-    def __init__(self, sequence_id: int, tokens: list[int], root: bytes, block_size: int, pool: BlockPool):
+    def __init__(
+        self, sequence_id: int, tokens: list[int], root: bytes, block_size: int, pool: BlockPool, window: int = 0
+    ):
+        """`window`: a position sees so many, its own among them; 0: all."""
         self.sequence_id = sequence_id
         self.tokens = tokens
         self.root = root
         self.block_size = block_size
         self.slots: list[int] = []
         self.num_computed = 0
+        self.num_skipped_blocks = 0
+        """The first ones, which no position from the tail on sees: they have the padding slot."""
+        self.window = window
         self.block_ids = extend_chain([], root, tokens, block_size)
         self._pool = pool
         self._hold: Hold | None = None
@@ -31,6 +39,13 @@ class Sequence:
     @property
     def num_blocks_before_tail(self) -> int:
         return num_whole_blocks_before_tail(len(self.tokens), self.block_size)
+
+    @property
+    def num_unseen_blocks(self) -> int:
+        """Whole blocks at the beginning that lie outside of the window of the tail's first token."""
+        if not self.window:
+            return 0
+        return max(self.num_blocks_before_tail * self.block_size - self.window + 1, 0) // self.block_size
 
     @property
     def next_block_id(self) -> bytes | None:
@@ -51,16 +66,19 @@ class Sequence:
     def has_started(self) -> bool:
         return self._hold is not None
 
-    def start(self, num_tokens: int, max_adopted: int) -> int:
-        """Adopts up to `max_adopted` sealed blocks and reserves slots for the rest of `num_tokens`, in one piece.
+    def start(self, num_tokens: int, max_adopted: int, num_skipped: int = 0) -> int:
+        """Adopts sealed blocks before block `max_adopted` and reserves slots for the rest of `num_tokens`, in one piece.
 
-        Returns the number of blocks adopted. Raises PoolExhausted, and then has changed nothing.
+        The first `num_skipped` blocks are left out: nobody will look at them. Returns the number of blocks adopted. Raises
+        PoolExhausted, and then has changed nothing.
         """
+        self.num_skipped_blocks = num_skipped
+        self.slots, self.num_computed = [PADDING_SLOT] * num_skipped, num_skipped * self.block_size
         hold = self._pool.open_hold(f"sequence {self.sequence_id}")
         self._hold = hold
         try:
             adopted = self.adopt_sealed(max_adopted)
-            hold.reserve(self.num_slots_for(num_tokens) - adopted)
+            hold.reserve(self.num_slots_for(num_tokens) - num_skipped - adopted)
         except BaseException:
             self.stop()
             raise
@@ -124,5 +142,5 @@ class Sequence:
         if self._hold is not None:
             self._hold.close()
             self._hold = None
-        self.slots.clear()
-        self.num_computed = 0
+        self.slots = []
+        self.num_computed = self.num_skipped_blocks = 0

@@ -16,3 +16,5 @@ class WorkerIdentity:
     vocabulary_size: int
     context_tokens: int
     """Tokens of one sequence that may have KV."""
+    window: int = 0
+    """A position sees so many keys in every layer, its own among them; 0: all."""

@@ -39,6 +39,7 @@ class NativeRunner:
     ):
         self._library, self._config, self._memory = library, config, memory
         self._num_threads, self._weights, self._rope = num_threads, weights, rope
+        self.window = config.window
         self._scratch: dict[str, npt.NDArray[np.uint8]] = {}
         self._kept: Any = None
         self.part_seconds: npt.NDArray[np.float64] = np.zeros(len(PARTS))
