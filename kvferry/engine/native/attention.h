@@ -10,6 +10,13 @@
 #define GROUP_KEYS 32
 #define MAX_HEADS 8   // of KV, that a tile goes over together
 #define MANY_TILES 8
+#define GROUP_VECTORS (GROUP_KEYS / LANES)
+#define KEY_VECTORS 2  // of a group's keys, scored together: with 6 queries what the registers hold
+#ifdef __AVX512F__
+#define VALUE_VECTORS 4
+#else
+#define VALUE_VECTORS 2
+#endif
 
 typedef struct {
     int32_t layers, heads, kv_heads, head, block, window, is_bfloat16;
@@ -24,7 +31,7 @@ typedef struct {
     void *blocks;
 } Spans;
 
-INLINE v16 load_kv(const void *base, long at, const int is_bfloat16) {
+INLINE vec load_kv(const void *base, long at, const int is_bfloat16) {
     return is_bfloat16 ? load_bfloat16((const uint16_t *)base + at) : load((const float *)base + at);
 }
 
@@ -37,15 +44,39 @@ typedef struct {
     const float *query[MAX_QUERIES];
     float *out[MAX_QUERIES];
     float best[MAX_QUERIES];
-    v16 total[MAX_QUERIES];  // by lane; added up at the end
+    vec total[MAX_QUERIES];  // by lane; added up at the end
 } HeadTile;
+
+// Adds the weighted values of the first `most` keys of a group, dims `d` on, `vectors` of LANES.
+INLINE void add_values(HeadTile *t, const int count, const void *const *values, float weight[][GROUP_KEYS], int most, int d,
+                       int width, const int vectors, const int is_bfloat16) {
+    vec sums[MAX_QUERIES][VALUE_VECTORS];
+    for (int q = 0; q < count; q++)
+        for (int v = 0; v < vectors; v++) sums[q][v] = load(t->out[q] + d + LANES * v);
+    for (int j = 0; j < most; j++) {
+        vec value[VALUE_VECTORS];
+        for (int v = 0; v < vectors; v++)
+            value[v] = load_kv(values[j >> 4], (long)(j & 15) * width + d + LANES * v, is_bfloat16);
+        for (int q = 0; q < count; q++) {
+            vec w = splat(weight[q][j]);
+            for (int v = 0; v < vectors; v++) sums[q][v] += w * value[v];
+        }
+    }
+    for (int q = 0; q < count; q++)
+        for (int v = 0; v < vectors; v++) store(t->out[q] + d + LANES * v, sums[q][v]);
+}
+
+// Which keys of a group's vector a row sees: those before `seen`, from `unseen` on.
+INLINE ivec is_visible(int vector, int seen, int unseen) {
+    ivec key = lane_numbers() + vector * LANES;
+    return (key < key - key + seen) & (key >= key - key + unseen);
+}
 
 // The keys `start` to `start` + 31 for one head: two halves that may lie in two blocks anywhere in memory. The next group's are
 // asked for meanwhile.
 INLINE void attend_group(HeadTile *t, const int *position, const int count, const void *blocks, const int32_t *table,
                          long block_stride, long part, int block, int width, int window, float scale, int start, int last,
-                         const int is_bfloat16, const int is_cold) {
-    const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+                         const int is_bfloat16, int is_cold) {
     const void *keys[2], *values[2], *next_keys[2], *next_values[2];
     for (int g = 0; g < 2; g++) {
         int here = start + 16 * g <= last ? start + 16 * g : start, ahead = here + GROUP_KEYS <= last ? here + GROUP_KEYS : here;
@@ -56,20 +87,29 @@ INLINE void attend_group(HeadTile *t, const int *position, const int count, cons
         next_keys[g] = element(at, ahead % block, is_bfloat16);
         next_values[g] = element(at, part + (long)(ahead % block) * width, is_bfloat16);
     }
-    v16 scores[2][MAX_QUERIES];
-    for (int q = 0; q < count; q++) scores[0][q] = scores[1][q] = (v16){};
-    for (int d = 0; d < width; d++) {
-        v16 first = load_kv(keys[0], (long)d * block, is_bfloat16), second = load_kv(keys[1], (long)d * block, is_bfloat16);
-        for (int q = 0; q < count; q++) {
-            v16 value = splat(t->query[q][d]);
-            scores[0][q] += value * first;
-            scores[1][q] += value * second;
+    vec scores[GROUP_VECTORS][MAX_QUERIES];
+    for (int begin = 0; begin < GROUP_VECTORS; begin += KEY_VECTORS) {
+        vec sums[KEY_VECTORS][MAX_QUERIES];
+        for (int g = 0; g < KEY_VECTORS; g++)
+            for (int q = 0; q < count; q++) sums[g][q] = (vec){};
+        for (int d = 0; d < width; d++) {
+            vec key[KEY_VECTORS];
+            for (int g = 0; g < KEY_VECTORS; g++) {
+                int first = (begin + g) * LANES;
+                key[g] = load_kv(keys[first / 16], (long)d * block + first % 16, is_bfloat16);
+            }
+            for (int q = 0; q < count; q++) {
+                vec value = splat(t->query[q][d]);
+                for (int g = 0; g < KEY_VECTORS; g++) sums[g][q] += value * key[g];
+            }
+            if (!is_cold || (is_bfloat16 && d & 1 && block == 16)) continue;  // of bfloat16 a line holds two rows
+            for (int half = begin * LANES / 16; half < (begin + KEY_VECTORS) * LANES / 16; half++) {
+                __builtin_prefetch(element(next_keys[half], (long)d * block, is_bfloat16), 0, 2);
+                __builtin_prefetch(element(next_values[half], (long)d * 16, is_bfloat16), 0, 2);
+            }
         }
-        for (int g = 0; g < 2 && is_cold; g++) {
-            if (is_bfloat16 && d & 1 && block == 16) continue;  // a line holds two rows
-            __builtin_prefetch(element(next_keys[g], (long)d * block, is_bfloat16), 0, 2);
-            __builtin_prefetch(element(next_values[g], (long)d * 16, is_bfloat16), 0, 2);
-        }
+        for (int g = 0; g < KEY_VECTORS; g++)
+            for (int q = 0; q < count; q++) scores[begin + g][q] = sums[g][q];
     }
     float weight[MAX_QUERIES][GROUP_KEYS];
     int most = 0;
@@ -80,61 +120,37 @@ INLINE void attend_group(HeadTile *t, const int *position, const int count, cons
             continue;
         }
         most = seen > most ? seen : most;
-        v16 first = scores[0][q] * splat(scale), second = scores[1][q] * splat(scale), none = splat(-__builtin_inff());
-        if (seen < GROUP_KEYS || unseen > 0) {
-            first = choose((lanes < lanes - lanes + seen) & (lanes >= lanes - lanes + unseen), first, none);
-            second = choose((lanes + 16 < lanes - lanes + seen) & (lanes + 16 >= lanes - lanes + unseen), second, none);
+        const int is_cut = seen < GROUP_KEYS || unseen > 0;
+        vec score[GROUP_VECTORS], tops = splat(-__builtin_inff());
+        for (int g = 0; g < GROUP_VECTORS; g++) {
+            score[g] = scores[g][q] * splat(scale);
+            if (is_cut) score[g] = choose(is_visible(g, seen, unseen), score[g], splat(-__builtin_inff()));
+            tops = larger(tops, score[g]);
         }
-        float highest = largest(larger(first, second));
-        float next = highest > t->best[q] ? highest : t->best[q];
-        first = exponential(first - splat(next));
-        second = exponential(second - splat(next));
-        if (seen < GROUP_KEYS || unseen > 0) {  // exactly nothing
-            first = choose((lanes < lanes - lanes + seen) & (lanes >= lanes - lanes + unseen), first, (v16){});
-            second = choose((lanes + 16 < lanes - lanes + seen) & (lanes + 16 >= lanes - lanes + unseen), second, (v16){});
-        }
+        float highest = largest(tops), next = highest > t->best[q] ? highest : t->best[q];
         if (next > t->best[q]) {
             float rescale = exponential(splat(t->best[q] - next))[0];
             t->total[q] *= splat(rescale);
-            for (int d = 0; d < width; d += 16) store(t->out[q] + d, load(t->out[q] + d) * splat(rescale));
+            for (int d = 0; d < width; d += LANES) store(t->out[q] + d, load(t->out[q] + d) * splat(rescale));
         }
         t->best[q] = next;
-        t->total[q] += first + second;
-        store(weight[q], first);
-        store(weight[q] + 16, second);
+        for (int g = 0; g < GROUP_VECTORS; g++) {
+            vec one = exponential(score[g] - splat(next));
+            if (is_cut) one = choose(is_visible(g, seen, unseen), one, (vec){});  // exactly nothing
+            t->total[q] += one;
+            store(weight[q] + LANES * g, one);
+        }
     }
     most = most < GROUP_KEYS ? most : GROUP_KEYS;  // a key that no row sees may never have been written
-    for (int d = 0; d < width; d += 64) {
-        if (width - d >= 64) {
-            v16 sums[MAX_QUERIES][4];
-            for (int q = 0; q < count; q++)
-                for (int v = 0; v < 4; v++) sums[q][v] = load(t->out[q] + d + 16 * v);
-            for (int j = 0; j < most; j++) {
-                v16 value[4];
-                for (int v = 0; v < 4; v++)
-                    value[v] = load_kv(values[j >> 4], (long)(j & 15) * width + d + 16 * v, is_bfloat16);
-                for (int q = 0; q < count; q++) {
-                    v16 w = splat(weight[q][j]);
-                    for (int v = 0; v < 4; v++) sums[q][v] += w * value[v];
-                }
-            }
-            for (int q = 0; q < count; q++)
-                for (int v = 0; v < 4; v++) store(t->out[q] + d + 16 * v, sums[q][v]);
-            continue;
-        }
-        for (int v = 0; v < (width - d) / 16; v++)
-            for (int q = 0; q < count; q++) {
-                v16 sums = load(t->out[q] + d + 16 * v);
-                for (int j = 0; j < most; j++)
-                    sums += splat(weight[q][j]) * load_kv(values[j >> 4], (long)(j & 15) * width + d + 16 * v, is_bfloat16);
-                store(t->out[q] + d + 16 * v, sums);
-            }
-    }
+    int d = 0;
+    for (; d + LANES * VALUE_VECTORS <= width; d += LANES * VALUE_VECTORS)
+        add_values(t, count, values, weight, most, d, width, VALUE_VECTORS, is_bfloat16);
+    for (; d < width; d += LANES) add_values(t, count, values, weight, most, d, width, 1, is_bfloat16);
 }
 
 // One tile: `count` queries, each with its own position, of each of `heads` KV heads. `blocks` is at the first head's keys.
 INLINE void attend(HeadTile *tiles, int heads, const int *position, const int count, const void *blocks, const int32_t *table,
-                   long block_stride, long part, int block, int width, int window, float scale, const int is_bfloat16, const int is_cold) {
+                   long block_stride, long part, int block, int width, int window, float scale, const int is_bfloat16, int is_cold) {
     int last = 0, begin = 0x7fffffff;
     for (int q = 0; q < count; q++) {
         int first = window && position[q] >= window ? position[q] - window + 1 : 0;
@@ -144,7 +160,7 @@ INLINE void attend(HeadTile *tiles, int heads, const int *position, const int co
     for (int h = 0; h < heads; h++)
         for (int q = 0; q < count; q++) {
             tiles[h].best[q] = -__builtin_inff();
-            tiles[h].total[q] = (v16){};
+            tiles[h].total[q] = (vec){};
             memset(tiles[h].out[q], 0, width * sizeof(float));
         }
     for (int start = begin / GROUP_KEYS * GROUP_KEYS; start <= last; start += GROUP_KEYS)
@@ -154,14 +170,12 @@ INLINE void attend(HeadTile *tiles, int heads, const int *position, const int co
     for (int h = 0; h < heads; h++)
         for (int q = 0; q < count; q++) {
             float *out = tiles[h].out[q], total = sum(tiles[h].total[q]);
-            for (int d = 0; d < width; d += 16) store(out + d, load(out + d) / splat(total));
+            for (int d = 0; d < width; d += LANES) store(out + d, load(out + d) / splat(total));
         }
 }
 
-#define ATTEND(n, cold) case n: attend(tiles, heads, position, n, blocks, table, block_stride, part, s->block, s->head, s->window, s->scale, is_bfloat16, cold); break;
-#define ATTEND_ALL \
-    if (is_cold) switch (count) { ATTEND(1, 1) ATTEND(2, 1) ATTEND(3, 1) ATTEND(4, 1) ATTEND(5, 1) ATTEND(6, 1) } \
-    else switch (count) { ATTEND(1, 0) ATTEND(2, 0) ATTEND(3, 0) ATTEND(4, 0) ATTEND(5, 0) ATTEND(6, 0) }
+#define ATTEND(n) case n: attend(tiles, heads, position, n, blocks, table, block_stride, part, s->block, s->head, s->window, s->scale, is_bfloat16, is_cold); break;
+#define ATTEND_ALL switch (count) { ATTEND(1) ATTEND(2) ATTEND(3) ATTEND(4) ATTEND(5) ATTEND(6) }
 
 static __attribute__((noinline)) void attend_float32(const Shape *s, HeadTile *tiles, int heads, const int *position, int count,
                                                      const void *blocks, const int32_t *table, long block_stride, long part,

@@ -1,7 +1,7 @@
 // A step of a decoder of the Llama family over the paged pool, in one call: projections, norms, rotary positions, attention.
 //
 // Every sum runs in an order that depends on positions and sizes alone: a projection's along its inner dimension, a norm's over
-// sixteen lanes, an attention's over aligned groups of keys. So a row's bits do not depend on who shares the step, on how a
+// lanes, an attention's over aligned groups of keys. So a row's bits do not depend on who shares the step, on how a
 // prompt was cut, or on the number of threads, which only share out whole output panels and whole (row, head) pairs.
 // Called by kvferry/engine/native/library.py alone. Knows nothing of sequences, pools or sampling.
 
@@ -53,10 +53,10 @@ static void lap(Watch *watch, const Batch *b, int part) {
 
 static void rms_norm(const float *x, const float *weight, float epsilon, int rows, int width, float *y) {
     for (int row = 0; row < rows; row++, x += width, y += width) {
-        v16 squares = (v16){};
-        for (int k = 0; k < width; k += 16) squares += load(x + k) * load(x + k);
-        v16 scale = splat(1.0f / __builtin_sqrtf(sum(squares) / width + epsilon));
-        for (int k = 0; k < width; k += 16) store(y + k, load(weight + k) * (load(x + k) * scale));
+        vec squares = (vec){};
+        for (int k = 0; k < width; k += LANES) squares += load(x + k) * load(x + k);
+        vec scale = splat(1.0f / __builtin_sqrtf(sum(squares) / width + epsilon));
+        for (int k = 0; k < width; k += LANES) store(y + k, load(weight + k) * (load(x + k) * scale));
     }
 }
 
@@ -109,14 +109,14 @@ static void write_kv(const Model *m, const Batch *b, int layer) {
 
 static void silu_gate(const float *gate_up, int rows, int width, float *y) {
     for (int row = 0; row < rows; row++, gate_up += 2 * width, y += width)
-        for (int k = 0; k < width; k += 16) {
-            v16 gate = load(gate_up + k);
+        for (int k = 0; k < width; k += LANES) {
+            vec gate = load(gate_up + k);
             store(y + k, gate / (splat(1.0f) + exponential(-gate)) * load(gate_up + width + k));
         }
 }
 
 static void add(float *x, const float *y, long count) {
-    for (long k = 0; k < count; k += 16) store(x + k, load(x + k) + load(y + k));
+    for (long k = 0; k < count; k += LANES) store(x + k, load(x + k) + load(y + k));
 }
 
 // All layers: writes the rows' KV, and leaves their hidden states in `hidden`.

@@ -1,54 +1,29 @@
-"""The C library of `decoder.c`: built once for this processor, kept under KVFERRY_HOME, called by ctypes.
+"""The C library of `decoder.c`, called by ctypes.
 
-The file's name is a hash of sources, compiler flags and instruction set, so that an old build is never taken for a new one. A wheel
-may carry libraries that were built with it (`prebuilt/`). Where there is neither one nor a compiler, or the processor is
-too old, `load_library` says so, and the engine runs through torch instead. ctypes gives up the interpreter's lock for the whole step.
+A wheel carries it, built for several instruction sets (`prebuilt/`); a checkout builds it on first use with the system's compiler and
+keeps it under KVFERRY_HOME. Where there is neither, or the processor is too old, `load_library` says so, and models run
+through torch instead. ctypes gives up the interpreter's lock for the whole step.
 """
 
 import ctypes
-import hashlib
 import logging
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.config import home
+from kvferry.engine.native.build import FOLDER, LEVELS, Level, compile_library, library_name
 
 logger = logging.getLogger(__name__)
 
-FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("decoder.c", "attention.h", "weights.h", "vectors.h"))
-FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 KINDS = {"float32": 0, "float16": 1, "int8": 2}
 """How weights are kept, by the library's number."""
-
 PARTS = ("projections", "attention", "output layer", "others")
 """What the library's steps are timed by."""
 
 POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """An instruction set: what the compiler is told, and the processor flags (as Linux names them) that it needs."""
-
-    name: str
-    flags: tuple[str, ...]
-    needed: frozenset[str]
-
-
-_V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
-_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-LEVELS = (
-    Level("x86-64-v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
-    Level("x86-64-v4", ("-march=x86-64-v4",), _V4),
-    Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
-)
-"""Best first."""
 
 
 def _structure(name: str, *fields: tuple[str, object]) -> type[ctypes.Structure]:
@@ -127,29 +102,8 @@ def processor_levels() -> list[Level]:
     return [level for level in LEVELS if level.needed <= flags]
 
 
-def compile_library(level: Level, target: Path, compiler: str) -> None:
-    """Written beside and renamed. Raises OSError with the compiler's words."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
-        command = [compiler, *level.flags, *FLAGS, str(SOURCES[0]), "-o", str(made)]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        if run.returncode != 0:
-            raise OSError(f"{compiler} failed: {run.stderr.strip()[:300]}")
-        os.rename(made, target)
-
-
-def _sources_key(*more: str) -> str:
-    content = b"".join(path.read_bytes() for path in SOURCES)
-    return hashlib.blake2b(content + " ".join((*more, *FLAGS)).encode(), digest_size=8).hexdigest()
-
-
-def prebuilt_name(level: Level) -> str:
-    return f"decoder-{level.name}-{_sources_key(*level.flags)}.so"
-
-
 def _prebuilt(level: Level) -> Path | None:
-    path = FOLDER / "prebuilt" / prebuilt_name(level)
+    path = FOLDER / "prebuilt" / library_name(level)
     return path if path.is_file() else None
 
 
@@ -158,7 +112,7 @@ def _built(level: Level) -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise OSError("there is no C compiler")
-    path = home() / "native" / f"decoder-{level.name}-{_sources_key(compiler, *level.flags)}.so"
+    path = home() / "native" / library_name(level, compiler)
     if not path.is_file():
         compile_library(level, path, compiler)
     return path

@@ -1,4 +1,4 @@
-// Sixteen floats at a time, as one AVX-512 register or two AVX2 ones, and the sums and functions over them.
+// One register of floats: sixteen with AVX-512, eight with AVX2; and the sums and functions over it.
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -6,37 +6,37 @@
 #include <string.h>
 #include <time.h>
 
-typedef float v16 __attribute__((vector_size(64), aligned(4)));
-typedef int32_t i16 __attribute__((vector_size(64), aligned(4)));
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
 
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE v16 splat(float value) { return value - (v16){}; }
+INLINE vec splat(float value) { return value - (vec){}; }
 
-INLINE v16 load(const float *from) { return *(const v16 *)from; }
+INLINE vec load(const float *from) { return *(const vec *)from; }
 
-INLINE void store(float *to, v16 value) { *(v16 *)to = value; }
+INLINE void store(float *to, vec value) { *(vec *)to = value; }
 
-INLINE v16 load_float16(const uint16_t *from) {
+INLINE vec load_float16(const uint16_t *from) {
 #ifdef __AVX512F__
-    return (v16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #else
-    union { __m256 half[2]; v16 whole; } both;
-    both.half[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
-    both.half[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 8)));
-    return both.whole;
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
 #endif
 }
 
 // A bfloat16 is the upper half of a float.
-INLINE v16 load_bfloat16(const uint16_t *from) {
+INLINE vec load_bfloat16(const uint16_t *from) {
 #ifdef __AVX512F__
-    return (v16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
 #else
-    union { __m256i half[2]; v16 whole; } both;
-    both.half[0] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
-    both.half[1] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from + 8))), 16);
-    return both.whole;
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
 #endif
 }
 
@@ -48,16 +48,23 @@ INLINE uint16_t to_bfloat16(float value) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-INLINE v16 choose(i16 mask, v16 yes, v16 no) { return (v16)(((i16)yes & mask) | ((i16)no & ~mask)); }
+INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
 
-// The lanes `step` further on, round the end: halves, quarters, pairs and neighbours meet in a fixed order.
-INLINE v16 turned(v16 v, int step) {
-    i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return __builtin_shuffle(v, (lanes + step) & 15);
+INLINE ivec lane_numbers(void) {
+#ifdef __AVX512F__
+    return (ivec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+    return (ivec){0, 1, 2, 3, 4, 5, 6, 7};
+#endif
 }
 
-INLINE float sum(v16 v) {
+// The lanes `step` further on, round the end: halves, quarters, pairs and neighbours meet in a fixed order.
+INLINE vec turned(vec v, int step) { return __builtin_shuffle(v, (lane_numbers() + step) & (LANES - 1)); }
+
+INLINE float sum(vec v) {
+#ifdef __AVX512F__
     v += turned(v, 8);
+#endif
     v += turned(v, 4);
     v += turned(v, 2);
     v += turned(v, 1);
@@ -65,16 +72,18 @@ INLINE float sum(v16 v) {
 }
 
 // The second where one of them is NaN.
-INLINE v16 larger(v16 a, v16 b) {
+INLINE vec larger(vec a, vec b) {
 #ifdef __AVX512F__
-    return (v16)_mm512_max_ps((__m512)a, (__m512)b);
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    return choose(a > b, a, b);
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
 #endif
 }
 
-INLINE float largest(v16 v) {
+INLINE float largest(vec v) {
+#ifdef __AVX512F__
     v = larger(v, turned(v, 8));
+#endif
     v = larger(v, turned(v, 4));
     v = larger(v, turned(v, 2));
     v = larger(v, turned(v, 1));
@@ -82,21 +91,21 @@ INLINE float largest(v16 v) {
 }
 
 // Of absolute values, as their bits: NaN and infinity are larger than all numbers.
-INLINE float largest_bits(i16 v) {
+INLINE float largest_bits(ivec v) {
     int32_t most = 0;
-    for (int lane = 0; lane < 16; lane++) most = v[lane] > most ? v[lane] : most;
+    for (int lane = 0; lane < LANES; lane++) most = v[lane] > most ? v[lane] : most;
     float value;
     memcpy(&value, &most, 4);
     return value;
 }
 
 // exp(x) = 2^n * 2^f with |f| <= 1/2 and a polynomial of degree 6 for 2^f; below -87 it is 0 for all purposes. NaN stays.
-INLINE v16 exponential(v16 given) {
-    v16 x = larger(splat(-87.0f), given);
-    v16 scaled = (v16)x * splat(1.44269504088896341f);
-    v16 whole = scaled + splat(12582912.0f) - splat(12582912.0f);  // 1.5 * 2^23: rounds to the nearest integer
-    v16 f = scaled - whole;
-    v16 p = splat(1.535336188319500e-4f);
+INLINE vec exponential(vec given) {
+    vec x = larger(splat(-87.0f), given);
+    vec scaled = (vec)x * splat(1.44269504088896341f);
+    vec whole = scaled + splat(12582912.0f) - splat(12582912.0f);  // 1.5 * 2^23: rounds to the nearest integer
+    vec f = scaled - whole;
+    vec p = splat(1.535336188319500e-4f);
     p = p * f + splat(1.339887440266574e-3f);
     p = p * f + splat(9.618437357674640e-3f);
     p = p * f + splat(5.550332471162809e-2f);
@@ -104,9 +113,9 @@ INLINE v16 exponential(v16 given) {
     p = p * f + splat(6.931472028550421e-1f);
     p = p * f + splat(1.0f);
 #ifdef __AVX512F__
-    return (v16)_mm512_scalef_ps((__m512)p, (__m512)whole);
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
     whole = choose(whole > splat(127.0f), splat(127.0f), whole);  // larger than any float: as near as this goes
-    return choose(given == given, (v16)((i16)p + (__builtin_convertvector(whole, i16) << 23)), given);
+    return choose(given == given, (vec)((ivec)p + (__builtin_convertvector(whole, ivec) << 23)), given);
 #endif
 }

@@ -8,13 +8,12 @@
 enum { KIND_FLOAT32, KIND_FLOAT16, KIND_INT8 };
 
 #ifdef __AVX512F__
-#define PANEL_VECTORS 4  // 6 rows x 4 vectors of accumulators fill the 32 registers
-#define MAX_ROWS 6
+#define PANEL_VECTORS 4  // 6 rows x 4 vectors of sums, the weights and a value fill the 32 registers
 #else
-#define PANEL_VECTORS 1  // 6 rows x 2 halves of one vector fill the 16 registers
-#define MAX_ROWS 6
+#define PANEL_VECTORS 2  // and with 2 vectors the 16 registers
 #endif
-#define PANEL (16 * PANEL_VECTORS)
+#define MAX_ROWS 6
+#define PANEL (LANES * PANEL_VECTORS)
 #define INT8_ROWS 3  // sums of integers and of floats live side by side
 
 INLINE int group_of(int inner) { return inner % 64 ? 32 : 64; }
@@ -77,29 +76,29 @@ void pack(const float *weights, int32_t out, int32_t inner, int32_t kind, void *
 
 // ------------------------------------------------------------------------------------------------------ float32, float16
 
-INLINE void store_columns(float *to, const v16 *sums, int columns) {
+INLINE void store_columns(float *to, const vec *sums, int columns) {
     if (columns == PANEL) {
-        for (int v = 0; v < PANEL_VECTORS; v++) store(to + 16 * v, sums[v]);
+        for (int v = 0; v < PANEL_VECTORS; v++) store(to + LANES * v, sums[v]);
         return;
     }
     float whole[PANEL];
-    for (int v = 0; v < PANEL_VECTORS; v++) store(whole + 16 * v, sums[v]);
+    for (int v = 0; v < PANEL_VECTORS; v++) store(whole + LANES * v, sums[v]);
     memcpy(to, whole, columns * sizeof(float));
 }
 
 INLINE void tile(const float *x, long x_stride, const void *panel, int inner, float *y, long y_stride, int columns,
                  const int rows, const int kind) {
-    v16 sums[MAX_ROWS][PANEL_VECTORS];
+    vec sums[MAX_ROWS][PANEL_VECTORS];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = (v16){};
+        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = (vec){};
     for (long k = 0; k < inner; k++) {
-        v16 weights[PANEL_VECTORS];
+        vec weights[PANEL_VECTORS];
         for (int v = 0; v < PANEL_VECTORS; v++) {
-            long at = k * PANEL + 16 * v;
+            long at = k * PANEL + LANES * v;
             weights[v] = kind == KIND_FLOAT16 ? load_float16((const uint16_t *)panel + at) : load((const float *)panel + at);
         }
         for (int r = 0; r < rows; r++) {
-            v16 value = splat(x[r * x_stride + k]);
+            vec value = splat(x[r * x_stride + k]);
             for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] += value * weights[v];
         }
     }
@@ -145,10 +144,10 @@ static void quantize(const float *x, int rows, int inner, Quantized to) {
         for (int g = 0; g < groups; g++) {
             const float *from = x + row * inner + g * group;
             int8_t *bytes = to.bytes + row * inner + g * group;
-            i16 tops = (i16){};  // the bits of absolute values: ordered as they are, with NaN above all
-            for (int k = 0; k < group; k += 16) {
-                i16 size = *(const i16 *)(from + k) & 0x7fffffff;
-                tops = (i16)choose(size > tops, (v16)size, (v16)tops);
+            ivec tops = (ivec){};  // the bits of absolute values: ordered as they are, with NaN above all
+            for (int k = 0; k < group; k += LANES) {
+                ivec size = *(const ivec *)(from + k) & 0x7fffffff;
+                tops = (ivec)choose(size > tops, (vec)size, (vec)tops);
             }
             float top = largest_bits(tops), scale = top / 127.0f;
             int32_t total = 0;
@@ -164,44 +163,46 @@ static void quantize(const float *x, int rows, int inner, Quantized to) {
         }
 }
 
-#ifdef __AVX512VNNI__
+#ifdef __AVX512F__
 typedef __m512i Sums;
+INLINE vec to_floats(Sums sums) { return (vec)_mm512_cvtepi32_ps(sums); }
+#else
+typedef __m256i Sums;
+INLINE vec to_floats(Sums sums) { return (vec)_mm256_cvtepi32_ps(sums); }
+#endif
+
+// To each lane's sum, four products of its four weights with `four`, the bytes of one row.
+#if defined(__AVX512VNNI__)
 INLINE Sums sums_from(int32_t offset) { return _mm512_set1_epi32(offset); }
 INLINE Sums multiply_add(Sums sums, const uint8_t *weights, int32_t four) {
     return _mm512_dpbusd_epi32(sums, _mm512_loadu_si512(weights), _mm512_set1_epi32(four));
 }
-INLINE v16 to_floats(Sums sums) { return (v16)_mm512_cvtepi32_ps(sums); }
 #else
 // |x| times w with the sign of x: two products of at most 127 * 127 fit into sixteen bits.
-typedef struct { __m256i half[2]; } Sums;
-INLINE Sums sums_from(int32_t offset) {
-    (void)offset;
-    Sums sums = {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
-    return sums;
-}
+#ifdef __AVX512F__
+INLINE Sums sums_from(int32_t offset) { return (void)offset, _mm512_setzero_si512(); }
 INLINE Sums multiply_add(Sums sums, const uint8_t *weights, int32_t four) {
-    __m256i value = _mm256_set1_epi32(four), size = _mm256_abs_epi8(value), ones = _mm256_set1_epi16(1);
-    for (int h = 0; h < 2; h++) {
-        __m256i signed_weights = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)weights + h), value);
-        __m256i pairs = _mm256_maddubs_epi16(size, signed_weights);
-        sums.half[h] = _mm256_add_epi32(sums.half[h], _mm256_madd_epi16(pairs, ones));
-    }
-    return sums;
+    __m512i value = _mm512_set1_epi32(four), given = _mm512_loadu_si512(weights);
+    given = _mm512_mask_sub_epi8(given, _mm512_movepi8_mask(value), _mm512_setzero_si512(), given);
+    __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(value), given);
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
-INLINE v16 to_floats(Sums sums) {
-    union { __m256 half[2]; v16 whole; } both;
-    both.half[0] = _mm256_cvtepi32_ps(sums.half[0]);
-    both.half[1] = _mm256_cvtepi32_ps(sums.half[1]);
-    return both.whole;
+#else
+INLINE Sums sums_from(int32_t offset) { return (void)offset, _mm256_setzero_si256(); }
+INLINE Sums multiply_add(Sums sums, const uint8_t *weights, int32_t four) {
+    __m256i value = _mm256_set1_epi32(four), given = _mm256_loadu_si256((const __m256i *)weights);
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(value), _mm256_sign_epi8(given, value));
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+#endif
 #endif
 
 INLINE void tile_bytes(Quantized x, long row, const uint8_t *panel, int inner, float *y, long y_stride, int columns,
                        const int rows) {
     int group = group_of(inner), groups = inner / group;
-    v16 sums[INT8_ROWS][PANEL_VECTORS];
+    vec sums[INT8_ROWS][PANEL_VECTORS];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = (v16){};
+        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = (vec){};
     for (int g = 0; g < groups; g++) {
         Sums whole[INT8_ROWS][PANEL_VECTORS];
         for (int r = 0; r < rows; r++)
@@ -211,13 +212,13 @@ INLINE void tile_bytes(Quantized x, long row, const uint8_t *panel, int inner, f
                 int32_t four;
                 memcpy(&four, x.bytes + (row + r) * inner + g * group + k, 4);
                 for (int v = 0; v < PANEL_VECTORS; v++)
-                    whole[r][v] = multiply_add(whole[r][v], panel + (long)k * PANEL + 64 * v, four);
+                    whole[r][v] = multiply_add(whole[r][v], panel + (long)k * PANEL + 4 * LANES * v, four);
             }
         }
         const float *scales = (const float *)(panel + (long)group * PANEL);
         for (int r = 0; r < rows; r++) {
-            v16 scale = splat(x.scale[(row + r) * groups + g]);
-            for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] += to_floats(whole[r][v]) * load(scales + 16 * v) * scale;
+            vec scale = splat(x.scale[(row + r) * groups + g]);
+            for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] += to_floats(whole[r][v]) * load(scales + LANES * v) * scale;
         }
         panel += (long)group * PANEL + PANEL * 4;
     }
