@@ -23,7 +23,7 @@ from kvferry.engine.sequence import Sequence
 from kvferry.errors import PoolExhausted
 from kvferry.kv.pool import BlockPool
 from kvferry.messages import ChoiceEndReason, Sampling, Source, TokenLogprobs
-from kvferry.turns import may_pass, turns
+from kvferry.turns import start_in_order, turns
 from kvferry.worker.counters import Counters
 
 GROWTH_MARGIN_BLOCKS = 4
@@ -67,24 +67,26 @@ class Choice:
         sources: tuple[Source, ...] = (),
         priority: int = 0,
         deadline_s: float | None = None,
-        num_scored: int = 0,
+        after: "Choice | None" = None,
     ):
         self.key, self.choice, self.sequence, self.sampling = key, choice, sequence, sampling
         self.num_prompt_tokens = num_prompt_tokens
+        self.prompt_tokens = tuple(sequence.tokens[:num_prompt_tokens])
         self.num_start_tokens = len(sequence.tokens)
         self.sources = list(sources)
         self.num_given_sources = len(sources)
         self.failed_source_ids: list[str] = []
         self.priority, self.deadline_s = priority, deadline_s
         self.arrival = 0
-        self.num_passed_tokens = 0  # of choices that started before this one, although they came later
+        self.num_passed = 0
         self.state = State.WAITING
         self.fetch: FetchOrder | None = None
         self.num_tries_at_source = 0
         self.num_high_water = 0  # tokens that had KV before a preemption
         self.num_local_tokens = 0
         self.is_computed_here = False  # no source brings what is missing
-        self.num_scored = min(num_scored, num_prompt_tokens)
+        self.after = after
+        self.num_scored = 0 if after is None else num_prompt_tokens
         self.tail_planned_s: float | None = None
 
     @property
@@ -96,6 +98,16 @@ class Choice:
     def index(self) -> int:
         """Of the next token within the choice."""
         return len(self.sequence.tokens) - self.num_prompt_tokens
+
+    @property
+    def size(self) -> int:
+        """Tokens that it may come to have."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def waits_for_scores(self) -> bool:
+        """Until the request's first choice has the prompt's log-probabilities: then its blocks are here, too."""
+        return self.after is not None and self.after.state is not State.ENDED and self.after.is_scoring
 
     @property
     def num_missing_tokens(self) -> int:
@@ -261,10 +273,12 @@ class DecodeScheduler:
             elif not choice.sampling.max_tokens and chunk.start + len(chunk.tokens) == len(choice.sequence.tokens):
                 self._end(choice, ChoiceEndReason.LENGTH)
         num_catching_up = sum(len(chunk.tokens) for chunk in plan.chunks if len(chunk.tokens) > 1)
-        if not result.failures and 2 * num_catching_up > plan.num_tokens:
+        if result.failures:
+            return
+        if 2 * num_catching_up > plan.num_tokens:
             self._budget.measured(plan.num_tokens, result.duration_s)
-        elif not num_catching_up:
-            self._budget.measured_yielding(result.duration_s)
+        if num_catching_up < plan.num_tokens:
+            self._budget.measured_yielding(num_catching_up, result.duration_s)
 
     def _take_scores(self, choice: Choice, position: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """After a preemption the same positions come again: only new ones are told."""
@@ -284,27 +298,18 @@ class DecodeScheduler:
     # ------------------------------------------------------------------------------------------------- starting, fetching
 
     def _start_waiting(self) -> None:
-        """In order; a choice that finds no room is passed by later ones, as far as it may be."""
-        num_busy = self.count(State.FETCHING) + self.count(State.RUNNING)
-        blocked: Choice | None = None
-        for choice in self._ordered(State.WAITING):
-            if num_busy >= self._limits.max_sequences:
-                return
-            size = len(choice.sequence.tokens)
-            if blocked is not None and not may_pass(size, blocked.num_passed_tokens, len(blocked.sequence.tokens)):
-                continue
-            if not self._start(choice):
-                blocked = blocked or choice
-                continue
-            num_busy += 1
-            if blocked is not None:
-                blocked.num_passed_tokens += size
+        start_in_order((c for c in self._ordered(State.WAITING) if not c.waits_for_scores), self._start)
 
     def _start(self, choice: Choice) -> bool:
         sequence = choice.sequence
+        if self.count(State.FETCHING) + self.count(State.RUNNING) >= self._limits.max_sequences:
+            return False
         margin = GROWTH_MARGIN_BLOCKS * self._block_size
         wanted = len(sequence.tokens) + min(choice.sampling.max_tokens - choice.index - 1, margin)
         wanted = min(max(wanted, len(sequence.tokens)), self._limits.context_tokens)
+        num_sealed = self._pool.num_sealed_prefix(sequence.block_ids[: sequence.num_blocks_before_tail])
+        if not sequence.window and sequence.num_slots_for(wanted) - num_sealed > self._pool.num_available:
+            return False
         skipped = 0 if choice.is_scoring or choice.is_computed_here else sequence.num_unseen_blocks
         try:
             adopted = sequence.start(wanted, 0 if choice.is_scoring else sequence.num_blocks_before_tail, skipped)
@@ -435,9 +440,8 @@ class DecodeScheduler:
     def _draw(choice: Choice) -> Draw:
         if not choice.sampling.has_penalties:
             return Draw(choice.sampling, choice.choice, choice.index)
-        tokens = tuple(choice.sequence.tokens)
-        history = tokens[: choice.num_prompt_tokens], tokens[choice.num_prompt_tokens :]
-        return Draw(choice.sampling, choice.choice, choice.index, *history)
+        answer = tuple(choice.sequence.tokens[choice.num_prompt_tokens :])
+        return Draw(choice.sampling, choice.choice, choice.index, choice.prompt_tokens, answer)
 
     def _ensure_slots(self, choice: Choice, target: int) -> bool:
         """Reserves what is lacking, preempting the youngest if need be; False if that was the choice itself."""

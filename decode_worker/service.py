@@ -158,6 +158,7 @@ class DecodeService:
         session.requests[opening.number] = request
         root = chain_root(self._identity.model_id, self._identity.fidelity, opening.salt)
         deadline_s = None if opening.time_left_s is None else arrived_s + opening.time_left_s
+        first: Choice | None = None
         for start in opening.choices:
             tokens = [*opening.prompt_tokens, *start.emitted_tokens]
             identity, number = self._identity, self._scheduler.next_sequence_id()
@@ -171,8 +172,9 @@ class DecodeService:
                 opening.sources,
                 opening.priority,
                 deadline_s,
-                num_scored=0 if start is opening.choices[0] else len(opening.prompt_tokens),
+                after=first,
             )
+            first = first or choice
             request.choices[start.choice] = choice
             self._scheduler.admit(choice)
 
@@ -190,8 +192,8 @@ class DecodeService:
             return "choices: a choice is named twice"
         if any(len(start.emitted_tokens) >= max(sampling.max_tokens, 1) for start in opening.choices):
             return "max_tokens: a choice has all of its tokens already"
-        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.repetition_penalty > 0):
-            return "temperature must not be negative, top_p must be in (0, 1], repetition_penalty above 0"
+        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.repetition_penalty >= 0.01):
+            return "temperature must not be negative, top_p must be in (0, 1], repetition_penalty at least 0.01"
         named = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
         if max(named, default=0) >= vocabulary:
             return f"stop_token_ids, logit_bias: {max(named)} is not in the vocabulary of {vocabulary}"
@@ -252,6 +254,9 @@ class DecodeService:
         del request.choices[choice.choice]
         if not request.choices and session.requests.get(opening.number) is request:
             del session.requests[opening.number]
+        if event.reason is ChoiceEndReason.LENGTH and not request.has_started:  # without a token to tell it with
+            request.has_started = True
+            session.starts.append(self._start_report(request, choice))
         failed = tuple(choice.failed_source_ids)
         session.ends.append(
             ChoiceEnd(opening.number, opening.attempt, choice.choice, event.reason, event.detail, failed)

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -41,8 +41,14 @@ Prefill = Annotated[
 ]
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
 KvTokens = Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens per pool; 0: from the memory there is.")]
-Weights = Annotated[str, typer.Option("--weights", help="float32, float16 (half the traffic), int8 or auto.")]
-Kv = Annotated[str, typer.Option("--kv", help="What the pools keep: float32, or bfloat16 at half the bytes.")]
+Weights = Annotated[
+    Literal["float32", "float16", "int8", "auto"],
+    typer.Option("--weights", help="How weights are kept; auto is float16 where it loses next to nothing."),
+]
+Kv = Annotated[
+    Literal["float32", "bfloat16"],
+    typer.Option("--kv", help="What the pools keep and ship; bfloat16 has half the bytes."),
+]
 Url = Annotated[
     str | None, typer.Option("--url", envvar="KVFERRY_URL", help="A running service; one is started if not given.")
 ]

@@ -76,7 +76,8 @@ class LocalDeployment:
         num_workers = plan.num_prefill + plan.num_decode
         self.threads = max(_num_cores() // max(num_workers, 1), 1)
         available = psutil.virtual_memory().available
-        self.kv_tokens = plan.kv_tokens or pool_tokens(self.shape, available, num_workers, plan.kv)
+        self.weights, self.kv = self._same_for_both("weights", plan.weights), self._same_for_both("kv", plan.kv)
+        self.kv_tokens = plan.kv_tokens or pool_tokens(self.shape, available, num_workers, self.kv)
         self._from_file = {role: self._keys_in_file(role) for role in MODULES}
         self.children: dict[str, Child] = {}
         self._changed = asyncio.Event()
@@ -133,7 +134,7 @@ class LocalDeployment:
 
     def _worker_arguments(self, name: str) -> list[str]:
         registry = self.children["router"].details["registry"]
-        sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens, "weights": self.plan.weights, "kv": self.plan.kv}
+        sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens, "weights": self.weights, "kv": self.kv}
         from_file = self._from_file[name.partition("-")[0]]
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items() if key not in from_file]
         return [f"--name={name}", f"--router={registry}", *flags]
@@ -144,6 +145,16 @@ class LocalDeployment:
         for key in sorted(keys & OWN_KEYS):
             raise ConfigurationError(f"{self.plan.config}: {role}.{key} is set by `kvferry up` itself: leave it out")
         return keys
+
+    def _same_for_both(self, key: str, given: str) -> str:
+        """What the configuration file says for either role holds for both; two that differ could not be paired."""
+        if self.plan.config is None:
+            return given
+        sections = [read_section(self.plan.config, role) for role in ("prefill", "decode")]
+        found = {str(section[key]) for section in sections if key in section}
+        if len(found) > 1:
+            raise ConfigurationError(f"{self.plan.config}: prefill.{key} and decode.{key} differ, and must be the same")
+        return found.pop() if found else given
 
     def _have_workers_joined(self) -> bool:
         return all(child.state == "ready" for child in self.children.values() if child.role != "router")

@@ -32,7 +32,7 @@ class ProgressLines:
 def banner(deployment: LocalDeployment) -> str:
     """Addresses, model, pools, what they hold, and a line to paste."""
     shape, router = deployment.shape, deployment.children["router"].details
-    per_token = shape.kv_bytes_per_token(deployment.plan.kv)
+    per_token = shape.kv_bytes_per_token(deployment.kv)
     tokens = deployment.kv_tokens
     num_prefill, num_decode = len(deployment.of("prefill")), len(deployment.of("decode"))
     length = min(REQUEST_TOKENS, tokens)
@@ -43,7 +43,7 @@ def banner(deployment: LocalDeployment) -> str:
         "kvferry is ready",
         f"  HTTP      http://{router['http']}/v1      gRPC  {router['grpc']}",
         f"  model     {router['model']}: {shape.num_weights / 1e6:.0f} M weights, context {shape.context_tokens} tokens",
-        f"  pools     {num_prefill} prefill + {num_decode} decode, {deployment.threads} thread(s) each, {deployment.plan.weights}",
+        f"  pools     {num_prefill} prefill + {num_decode} decode, {deployment.threads} thread(s) each, {deployment.weights}",
         f"  KV        {per_token:,} bytes a token; each pool holds {tokens:,} tokens ({human_bytes(tokens * per_token)}),",
         f"            that is {tokens // length:,} requests of {length:,} tokens",
         f"  logs      {deployment.folder}",

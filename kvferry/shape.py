@@ -65,24 +65,33 @@ def read_shape(model: str) -> ModelShape:
         raise ConfigurationError(f"{model!r} is neither a checkpoint directory nor one of {', '.join(SHAPES)}")
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
-        heads = int(raw["num_attention_heads"])
+        text: dict[str, Any] = raw.get("text_config") or raw
+        heads, hidden = _first(text, "num_attention_heads", "n_head"), _first(text, "hidden_size", "n_embd")
         return ModelShape(
             name=Path(model).resolve().name,
-            num_layers=int(raw["num_hidden_layers"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=_first(text, "num_hidden_layers", "n_layer"),
+            hidden_size=hidden,
+            intermediate_size=_first(text, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
             num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_size=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-            vocabulary_size=int(raw["vocab_size"]),
-            context_tokens=int(raw.get("max_position_embeddings", 0)),
+            num_kv_heads=_first(text, "num_key_value_heads", default=heads),
+            head_size=_first(text, "head_dim", default=hidden // heads),
+            vocabulary_size=_first(text, "vocab_size"),
+            context_tokens=_first(text, "max_position_embeddings", "n_positions", default=0),
             is_tied=bool(raw.get("tie_word_embeddings", False)),
-            has_qkv_bias=bool(raw.get("attention_bias", False)) or raw.get("model_type") == "qwen2",
+            has_qkv_bias=bool(text.get("attention_bias", False)) or raw.get("model_type") == "qwen2",
         )
     except KeyError as error:
         raise ConfigurationError(f"{path}: field {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
+
+
+def _first(raw: dict[str, Any], *names: str, default: int | None = None) -> int:
+    """Of the names that architectures have for it. Raises KeyError with the first if there is none, and no default."""
+    found = next((raw[name] for name in names if raw.get(name) is not None), default)
+    if found is None:
+        raise KeyError(names[0])
+    return int(found)
 
 
 POOL_SHARE = 0.5

@@ -1,7 +1,12 @@
 """Whose turn it is: short work may pass long work, which cannot starve. Pure; the schedulers and the router's queue go by it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+SMALLER = 8
+"""Work may pass blocked work that is so many times its size."""
+MAX_LOOKED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,47 @@ def turns(remaining: Sequence[int], budget: int, block_size: int) -> list[Turn]:
     return [*passing, Turn(0, budget), *rest]
 
 
+class Waiting(Protocol):
+    """Something that waits for room."""
+
+    num_passed: int
+    """The size of what started before it, although it came later."""
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """The room that it may come to need."""
+        ...
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+def start_in_order(waiting: Iterable[W], try_start: Callable[[W], bool]) -> None:
+    """Starts what finds room, in order; the first that finds none may be passed by later ones of its priority.
+
+    `try_start` must be cheap where there is no room. At most MAX_LOOKED are looked at behind the blocked one.
+    """
+    blocked: W | None = None
+    num_looked = 0
+    for one in waiting:
+        if blocked is not None:
+            num_looked += 1
+            if one.priority != blocked.priority or num_looked > MAX_LOOKED:
+                return
+            if not may_pass(one.size, blocked.num_passed, blocked.size):
+                continue
+        if not try_start(one):
+            blocked = blocked or one
+        elif blocked is not None:
+            blocked.num_passed += one.size
+
+
 def may_pass(size: int, passed: int, blocked_size: int) -> bool:
     """Whether work of `size` may start before blocked work of `blocked_size` that `passed` has passed already.
 
-    Nobody is passed by more than its own size: so nobody starves.
+    Only what is much smaller, and of that together no more than its own size: nobody waits long for those that passed.
     """
-    return passed + size <= blocked_size
+    return size * SMALLER <= blocked_size and passed + size <= blocked_size

@@ -14,7 +14,7 @@ from kvferry.engine.sequence import Sequence
 from kvferry.errors import InvalidRequest, PoolExhausted
 from kvferry.kv.pool import BlockPool
 from kvferry.messages import Source
-from kvferry.turns import may_pass, turns
+from kvferry.turns import start_in_order, turns
 
 
 class ChainState(Enum):
@@ -44,12 +44,15 @@ class Chain:
         self.holders = list(holders)
         self.salt = salt
         self.priority, self.order = priority, (-priority, arrival)
-        self.num_passed_blocks = 0
-        """Of chains that started before this one, although they came later."""
+        self.num_passed = 0
         self.state = ChainState.WAITING
         self.num_done_blocks = 0
         self.num_cached_blocks = 0
         self.failure = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.sequence.tokens)
 
     @property
     def num_missing_tokens(self) -> int:
@@ -117,7 +120,7 @@ class PrefillScheduler:
 
     def _plan(self, step: int) -> Plan | None:
         ordered = sorted(self._chains.values(), key=lambda chain: chain.order)
-        self._start_what_fits(ordered)
+        start_in_order((chain for chain in ordered if chain.state is ChainState.WAITING), self._start)
         for chain in ordered:
             if chain.state is ChainState.RUNNING:
                 self._adopt(chain)
@@ -155,20 +158,6 @@ class PrefillScheduler:
 
     def next_deadline(self) -> float | None:
         return None
-
-    def _start_what_fits(self, ordered: list[Chain]) -> None:
-        """In order; a chain that does not fit is passed by later ones, as far as it may be."""
-        blocked: Chain | None = None
-        for chain in ordered:
-            if chain.state is not ChainState.WAITING:
-                continue
-            size = len(chain.sequence.block_ids)
-            if blocked is not None and not may_pass(size, blocked.num_passed_blocks, len(blocked.sequence.block_ids)):
-                continue
-            if not self._start(chain):
-                blocked = blocked or chain
-            elif blocked is not None:
-                blocked.num_passed_blocks += size
 
     def _start(self, chain: Chain) -> bool:
         sequence = chain.sequence

@@ -35,13 +35,13 @@ from kvferry.messages import (
 )
 from kvferry.streams import Dialer
 from kvferry.text.model_text import ModelText
-from kvferry.turns import may_pass
+from kvferry.turns import start_in_order
 from router.decode_link import SILENCE_S, DecodeLink
 from router.index import PrefixIndex
 from router.journal import Acceptance
 from router.live import Live, LiveState
 from router.members import Member, Members
-from router.placement import Demand, Placement, WorkerSnapshot, place
+from router.placement import Demand, Placement, WorkerSnapshot, can_take, place
 from router.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -175,21 +175,22 @@ class Dispatcher:
         now = self._now()
         self._expire(now)
         self._queue.sort(key=lambda live: (-live.request.priority, live.number))
-        blocked: Live | None = None
-        for live in list(self._queue):
-            if blocked is not None and not may_pass(live.size, blocked.num_passed_tokens, blocked.size):
-                continue
-            placement = self._placement(live)
-            if placement is None:
-                if self._num_kv_tokens(live) <= (self.max_kv_tokens or 0):
-                    blocked = (
-                        blocked or live
-                    )  # else the worker that could hold it is gone: it waits apart from the queue
-                continue
-            if blocked is not None:
-                blocked.num_passed_tokens += live.size
-            self._queue.remove(live)
-            self._open(live, placement, now)
+        limit = self.max_kv_tokens or 0  # what is larger waits for another worker, apart from the queue
+        start_in_order([live for live in self._queue if self._num_kv_tokens(live) <= limit], self._try_place)
+
+    def _try_place(self, live: Live) -> bool:
+        placement = self._placement(live) if self._has_room(live) else None
+        if placement is None:
+            return False
+        self._queue.remove(live)
+        self._open(live, placement, self._now())
+        return True
+
+    def _has_room(self, live: Live) -> bool:
+        """By the loads alone: asked of every request that waits."""
+        demand = Demand(live.longest_tokens, len(live.journal.starts()), self._num_kv_tokens(live), 0, 1)
+        members = self.members.of(Role.DECODE)
+        return any(can_take(self._snapshot(member, []), demand) for member in members if member.is_attached)
 
     def _placement(self, live: Live) -> Placement | None:
         root = self.members.root(live.request.salt)
@@ -207,9 +208,9 @@ class Dispatcher:
             failed_worker_ids=frozenset(live.failed_worker_ids),
         )
         decode = [self._snapshot(m, block_ids) for m in self.members.of(Role.DECODE) if m.is_attached]
-        prefill = [self._snapshot(m, block_ids) for m in self.members.of(Role.PREFILL)]
-        if live.wants_prompt_logprobs:
-            prefill = []  # every position passes through the decode worker's steps: nothing to fetch
+        prefill = list[WorkerSnapshot]()
+        if not live.wants_prompt_logprobs:  # for those every position passes through the decode worker's steps
+            prefill = [self._snapshot(m, block_ids) for m in self.members.of(Role.PREFILL)]
         return place(demand, decode, prefill, self.limits.local_tokens)
 
     @staticmethod
@@ -373,7 +374,7 @@ class Dispatcher:
         if finished:
             return
         if end.reason is ChoiceEndReason.LENGTH and not live.request.sampling.max_tokens:
-            live.journal.choices[end.choice].end_without_tokens()
+            live.journal.choices[min(end.choice, len(live.journal.choices) - 1)].end_without_tokens()
             live.changed.ring()
             if live.journal.is_done:
                 self._end(live, LiveState.FINISHED)

@@ -1,6 +1,7 @@
 """The gRPC front door: the public service, health and reflection. Errors are gRPC codes with a message that says what to do."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -22,6 +23,8 @@ from router.request_maker import RequestMaker, salt_of
 
 SERVICE = "kvferry.v1.GenerationService"
 HEALTH_INTERVAL_S = 0.5
+SCORES_PER_MESSAGE = 1024
+"""Places of a prompt with their log-probabilities: a client takes messages of up to 4 MiB by default."""
 OPTIONAL = (
     "max_tokens",
     "temperature",
@@ -81,9 +84,9 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             async for numbered in deltas_of((live,)):
                 for one in numbered:
                     await context.write(_piece(one.delta))
-            if live.journal.prompt_logprobs:
-                prompt = logprobs_to_wire(live.journal.prompt_logprobs)
-                await context.write(generation_pb2.GenerateResponse(prompt_logprobs=prompt))
+            for begin in range(0, len(live.journal.prompt_logprobs), SCORES_PER_MESSAGE):
+                part = logprobs_to_wire(live.journal.prompt_logprobs[begin : begin + SCORES_PER_MESSAGE])
+                await context.write(generation_pb2.GenerateResponse(prompt_logprobs=part))
             await context.write(generation_pb2.GenerateResponse(summary=_summary(live.summary())))
         except KvferryError as error:
             await context.abort(grpc.StatusCode[error.grpc_code], error.message)
@@ -142,7 +145,8 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
         if body.max_tokens == 0 and body.prompt_logprobs is None:
             raise InvalidRequest("max_tokens is 0: only with num_prompt_logprobs is there an answer", "max_tokens")
         tokens, param = await self._tokens(request)
-        return self._maker.make(tokens, body, body.max_tokens, param, salt_of(body.cache_salt, api_key))
+        made = self._maker.make(tokens, body, body.max_tokens, param, salt_of(body.cache_salt, api_key))
+        return replace(made, continues_prompt=param != "chat")
 
     async def _tokens(self, request: Any) -> tuple[list[int], str]:
         """The prompt's tokens, and the field that they came from."""

@@ -5,6 +5,7 @@ begins with its first token, so that what fails before has a status of its own; 
 after which the stream ends without `[DONE]`.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -28,10 +29,10 @@ from kvferry.errors import (
 )
 from kvferry.racing import until_first
 from router.dispatcher import Dispatcher
-from router.live import Live, deltas_of, wait_all
+from router.live import Live, NumberedDelta, deltas_of, wait_all
 from router.metrics import RouterMetrics
 from router.openai_answer import DONE, AnswerShape, ChoiceShape, error_body, event, server_timing
-from router.openai_request import Body, ChatBody, CompletionBody, parse_body
+from router.openai_request import MAX_SCORES, Body, ChatBody, CompletionBody, parse_body
 from router.request import GenerationRequest
 from router.request_maker import RequestMaker, salt_of
 
@@ -77,7 +78,9 @@ class HttpApi:
         for prompt in body.prompts:
             tokens = prompt if isinstance(prompt, list) else await self._maker.encode_text(prompt, "prompt")
             one = self._maker.make(tokens, body, limit, "prompt", _salt(request, body))
-            made.append(replace(one, echo=self._echo(prompt)) if body.echo else one)
+            made.append(replace(one, echo=self._echo(prompt) if body.echo else None, continues_prompt=True))
+        if sum(len(one.prompt_tokens) for one in made) * ((body.num_prompt_logprobs or -1) + 1) > MAX_SCORES:
+            raise InvalidRequest(f"prompt: more than {MAX_SCORES:,} log-probabilities: send fewer prompts", "prompt")
         return await self._answer(request, body, made)
 
     def _echo(self, prompt: str | list[int]) -> str:
@@ -92,9 +95,10 @@ class HttpApi:
             await until_first(_left(request.receive), wait_all(lives))
         finally:
             self._cancel(lives)
-        return JSONResponse(
-            shape.whole(lives), headers={"Server-Timing": server_timing(lives[0].summary()), "X-Request-Id": shape.id}
-        )
+        headers = {"Server-Timing": server_timing(lives[0].summary()), "X-Request-Id": shape.id}
+        if body.num_logprobs is None and body.num_prompt_logprobs is None:
+            return JSONResponse(shape.whole(lives), headers=headers)
+        return await asyncio.to_thread(lambda: JSONResponse(shape.whole(lives), headers=headers))  # it may be long
 
     def _submit(self, made: list[GenerationRequest]) -> list[Live]:
         """All or none."""
@@ -192,13 +196,16 @@ class StreamedAnswer(Response):
         owners = [live for live in self._lives for _ in live.journal.choices]
         choices = [ChoiceShape(self._shape, index, live) for index, live in enumerate(owners)]
         async for numbered in deltas_of(self._lives):
-            pieces = [
-                choices[one.index].piece(one.delta)
-                for one in numbered
-                if choices[one.index].is_worth_sending(one.delta)
-            ]
-            if pieces:
-                yield b"".join(self._shape.chunk(piece, self._includes_usage) for piece in pieces)
+            worth = [one for one in numbered if choices[one.index].is_worth_sending(one.delta)]
+
+            def render(worth: list[NumberedDelta] = worth) -> bytes:
+                pieces = [choices[one.index].piece(one.delta) for one in worth]
+                return b"".join(self._shape.chunk(piece, self._includes_usage) for piece in pieces)
+
+            if any(choices[one.index].begins_with_scores for one in worth):
+                yield await asyncio.to_thread(render)
+            elif worth:
+                yield render()
         if self._includes_usage:
             yield self._shape.usage_chunk(self._lives) + DONE
         else:

@@ -25,7 +25,7 @@ class Acceptance(Enum):
     STALE = "stale"
     """Of an older attempt, of a finished choice, or already there: dropped and counted."""
     GAP = "gap"
-    """An index was skipped: the attempt is broken."""
+    """An index was skipped, or log-probabilities are lacking: the attempt is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,10 @@ class ChoiceJournal:
         self.finish: FinishReason | None = None
         self._sampling, self._text, self._stops = sampling, text, stops
         self._pieces: list[str] = []  # piece k became final with token k; one more holds the rest, once finished
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self._sampling.num_logprobs is not None
 
     def append(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         self.tokens.append(token)
@@ -140,6 +144,8 @@ class Journal:
             return Acceptance.STALE
         choice = self.choices[new.choice]
         if new.index > len(choice.tokens):
+            return Acceptance.GAP if choice.finish is None else Acceptance.STALE
+        if len(new.logprobs) != (len(new.token_ids) if choice.wants_logprobs else 0):
             return Acceptance.GAP if choice.finish is None else Acceptance.STALE
         fresh = new.token_ids[len(choice.tokens) - new.index :]
         is_new = False

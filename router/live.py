@@ -38,8 +38,13 @@ TERMINAL = frozenset({LiveState.FINISHED, LiveState.FAILED, LiveState.CANCELLED}
 class Live:
     def __init__(self, number: int, request: GenerationRequest, text: ModelText, now: float):
         self.number, self.request = number, request
+        after = request.prompt_tokens if request.continues_prompt else ()
         self.journal = Journal(
-            request.num_choices, request.sampling, text.stream, request.stops, request.is_stop_included
+            request.num_choices,
+            request.sampling,
+            lambda: text.stream(after),
+            request.stops,
+            request.is_stop_included,
         )
         self.state = LiveState.QUEUED
         self.error: KvferryError | None = None
@@ -54,8 +59,7 @@ class Live:
         self.placed_tokens = 0
         self.failed_worker_ids: set[str] = set()
         self.num_losses = 0
-        self.num_passed_tokens = 0
-        """Of requests that were placed before this one, although they came later."""
+        self.num_passed = 0
         self.first_report: StartReport | None = None
         self._placed_s = now
         self._block_ids: list[bytes] = []
@@ -83,8 +87,12 @@ class Live:
 
     @property
     def size(self) -> int:
-        """Tokens of all its choices, as they stand."""
-        return self.longest_tokens * len(self.journal.choices)
+        """Tokens that its choices may come to have."""
+        return (len(self.request.prompt_tokens) + self.request.sampling.max_tokens) * len(self.journal.choices)
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
 
     def move(self, state: LiveState) -> None:
         if (self.state, state) not in TRANSITIONS:

@@ -11,7 +11,7 @@ from kvferry.errors import KvferryError
 from kvferry.text.model_text import ModelText
 from router.journal import ChoiceJournal, Delta
 from router.live import Live
-from router.openai_logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
+from router.openai_logprobs import CompletionLogprobs, chat_logprobs, cut, joined, prompt_logprobs
 from router.openai_request import Body, ChatBody
 from router.request import Summary
 
@@ -72,7 +72,8 @@ class AnswerShape:
     model: str
     text: ModelText
     returns_token_ids: bool = False
-    returns_prompt_logprobs: bool = False
+    num_prompt_logprobs: int | None = None
+    """Of the field of that name; an echo has the answer's count."""
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -84,7 +85,7 @@ class AnswerShape:
             model,
             text,
             bool(body.return_token_ids),
-            body.prompt_logprobs is not None,
+            body.prompt_logprobs,
             f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
         )
 
@@ -95,7 +96,7 @@ class AnswerShape:
         pairs = [(live, choice) for live in lives for choice in live.journal.choices]
         body["choices"] = [self._choice(index, live, choice) for index, (live, choice) in enumerate(pairs)]
         body |= {"usage": usage_of(summaries), "kvferry": [numbers_of(summary) for summary in summaries]}
-        if self.is_chat and self.returns_prompt_logprobs:
+        if self.is_chat and self.num_prompt_logprobs is not None:
             body["prompt_logprobs"] = self._prompt_logprobs(lives[0])
         return body
 
@@ -107,8 +108,8 @@ class AnswerShape:
         if self.is_chat:
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
         else:
-            body["text"] = live.request.echo + choice.text
-            if self.returns_prompt_logprobs:
+            body["text"] = (live.request.echo or "") + choice.text
+            if self.num_prompt_logprobs is not None:
                 body["prompt_logprobs"] = self._prompt_logprobs(live)
         if self.returns_token_ids:
             body["token_ids"] = list(choice.tokens)
@@ -116,7 +117,9 @@ class AnswerShape:
         return body
 
     def _prompt_logprobs(self, live: Live) -> list[Any]:
-        return prompt_logprobs(self.text, live.request.prompt_tokens, live.journal.prompt_logprobs)
+        assert self.num_prompt_logprobs is not None
+        scores = cut(live.journal.prompt_logprobs, self.num_prompt_logprobs)
+        return prompt_logprobs(self.text, live.request.prompt_tokens, scores)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -149,6 +152,12 @@ class ChoiceShape:
         has_tokens = self._shape.returns_token_ids or self._live.request.sampling.num_logprobs is not None
         return bool(delta.text or delta.finish or (has_tokens and delta.token_ids))
 
+    @property
+    def begins_with_scores(self) -> bool:
+        """The next piece is long: it has the log-probabilities of an echoed prompt."""
+        request = self._live.request
+        return not self._has_begun and request.echo is not None and request.sampling.num_prompt_logprobs is not None
+
     def piece(self, delta: Delta) -> dict[str, Any]:
         is_first = not self._has_begun
         body: dict[str, Any] = {
@@ -159,7 +168,7 @@ class ChoiceShape:
         if self._shape.is_chat:
             body["delta"] = {"role": "assistant", "content": delta.text} if is_first else {"content": delta.text}
         else:
-            body["text"] = (self._live.request.echo if is_first else "") + delta.text
+            body["text"] = ((self._live.request.echo or "") if is_first else "") + delta.text
         if self._shape.returns_token_ids:
             body["token_ids"] = list(delta.token_ids)
         self._has_begun = True
@@ -171,8 +180,9 @@ class ChoiceShape:
             return None
         if self._shape.is_chat:
             return chat_logprobs(self._shape.text, delta.token_ids, delta.logprobs)
-        if request.echo and not self._has_begun:
-            prompt = self._places.prompt(request.prompt_tokens, self._live.journal.prompt_logprobs)
+        if request.echo is not None and not self._has_begun:
+            scores = cut(self._live.journal.prompt_logprobs, request.sampling.num_logprobs)
+            prompt = self._places.prompt(request.prompt_tokens, scores, request.echo)
             return joined(prompt, self._places.answer(delta.token_ids, delta.logprobs))
         return self._places.answer(delta.token_ids, delta.logprobs)
 

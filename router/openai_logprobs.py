@@ -1,6 +1,7 @@
 """Log-probabilities in OpenAI's two shapes (chat and completions) and in vLLM's for prompts. Pure: from values to JSON values."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvferry.messages import TokenLogprobs
@@ -8,7 +9,7 @@ from kvferry.text.model_text import ModelText
 
 
 def chat_logprobs(text: ModelText, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """One entry for each token. The entries' bytes join up to the answer's text; special tokens have null."""
+    """One entry for each token. The entries' bytes join up to the answer's text, if no stop text cut it; special tokens have null."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         content = text.token_bytes(token)
@@ -45,23 +46,21 @@ class CompletionLogprobs:
         self._text, self._stream = text, text.stream()
         self._offset = 0
 
-    def prompt(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Of an echoed prompt, whose first token has none; special tokens are part of its text."""
-        return self._take(tokens, [None, *logprobs], has_special=True)
+    def prompt(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], echo: str) -> dict[str, Any]:
+        """Of an echoed prompt, whose first token has none. Special tokens that stand in its text take their room there."""
+        return self._take(tokens, [None, *logprobs], echo)
 
     def answer(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return self._take(tokens, logprobs, has_special=False)
+        return self._take(tokens, logprobs, "")
 
-    def _take(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], has_special: bool
-    ) -> dict[str, Any]:
+    def _take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], echo: str) -> dict[str, Any]:
         offsets: list[int] = []
         for token in tokens:
             offsets.append(self._offset)
             if self._text.token_bytes(token) is not None:
                 self._offset += len(self._stream.push(token))
-            elif has_special:
-                self._offset += len(self._text.token_name(token))
+            elif echo.startswith(name := self._text.token_name(token), self._offset):
+                self._offset += len(name)
         return {
             "tokens": [self._text.token_name(token) for token in tokens],
             "token_logprobs": [None if one is None else one.logprob for one in logprobs],
@@ -75,6 +74,11 @@ class CompletionLogprobs:
             return None
         top = {self._text.token_name(other): logprob for other, logprob in of_token.top}
         return {**top, self._text.token_name(token): of_token.logprob}
+
+
+def cut(logprobs: Sequence[TokenLogprobs], num_top: int) -> list[TokenLogprobs]:
+    """With no more of the likeliest than that."""
+    return [replace(one, top=one.top[:num_top]) if len(one.top) > num_top else one for one in logprobs]
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

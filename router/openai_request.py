@@ -43,8 +43,22 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (None,),
     "structured_outputs": (None,),
     "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "truncate_prompt_tokens": (None,),
+    "add_special_tokens": (None, True),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "logits_processors": (None, []),
+    "prompt_embeds": (None,),
 }
 """Fields that would change the answer, with the values that do not. Any other value is refused loudly."""
+NOT_OF_CHAT = {"echo": (None, False), "prompt": (None,)}
+NOT_OF_COMPLETIONS = {"top_logprobs": (None, 0), "max_completion_tokens": (None,), "messages": (None,)}
+"""Fields that one of the routes alone has."""
+MAX_SCORES = 200_000
+"""Log-probabilities of prompts in one answer: places times those wanted at each."""
 
 PLACES = ("role", "content", "type", "text")
 """Names that may stand in the place of a fault within `messages`; a union's alternatives are named there too."""
@@ -74,7 +88,7 @@ class Body(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     prompt_logprobs: NumLogprobs | None = None
@@ -108,7 +122,7 @@ class Body(BaseModel):
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Raises InvalidRequest for a key that is not a token id."""
         for key in self.logit_bias or {}:
-            if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
                 raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id (an integer from 0)", "logit_bias")
         return tuple((int(key), bias) for key, bias in (self.logit_bias or {}).items())
 
@@ -163,7 +177,7 @@ class CompletionBody(Body):
     @property
     def num_prompt_logprobs(self) -> int | None:
         """An echoed prompt has the log-probabilities that the answer has."""
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None, 0 if self.max_tokens == 0 else None]
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in wanted if count is not None), default=None)
 
     @property
@@ -206,7 +220,7 @@ B = TypeVar("B", ChatBody, CompletionBody)
 def parse_body(kind: type[B], raw: bytes) -> B:
     """Raises InvalidRequest, with `param` where a field is to blame."""
     content = _read_json(raw)
-    _refuse_unsupported(content)
+    _refuse_unsupported(content, NOT_OF_CHAT if kind is ChatBody else NOT_OF_COMPLETIONS)
     try:
         body = kind.model_validate(content)
     except ValidationError as error:
@@ -246,8 +260,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _refuse_unsupported(content: dict[str, Any]) -> None:
-    for name, harmless in NOT_SUPPORTED.items():
+def _refuse_unsupported(content: dict[str, Any], of_other_route: dict[str, tuple[Any, ...]]) -> None:
+    for name, harmless in (NOT_SUPPORTED | of_other_route).items():
         value = content.get(name)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless):
             raise InvalidRequest(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")

@@ -12,8 +12,10 @@ class GenerationRequest:
     num_choices: int = 1
     stops: tuple[str, ...] = ()
     is_stop_included: bool = False
-    echo: str = ""
-    """What stands before the answer's text."""
+    echo: str | None = None
+    """What stands before the answer's text, if it is wanted."""
+    continues_prompt: bool = False
+    """The answer's text goes on where the prompt's ends, as a completion's does: a space in between is kept."""
     salt: bytes = b""
     priority: int = 0
     timeout_s: float | None = None

@@ -14,7 +14,7 @@ from kvferry.errors import InvalidRequest, NotFound, NoWorker
 from kvferry.messages import Sampling
 from kvferry.text.model_text import ModelText
 from router.dispatcher import Dispatcher
-from router.openai_request import Body
+from router.openai_request import MAX_SCORES, Body
 from router.request import GenerationRequest
 
 INLINE_CHARACTERS = 2000
@@ -67,6 +67,8 @@ class RequestMaker:
             )
         if max_tokens is not None and max_tokens > limit:
             raise InvalidRequest(f"{limit_name} is {max_tokens}, the limit is {limit}", limit_name)
+        if body.num_prompt_logprobs is not None:
+            self._check_scores(len(tokens) * (body.num_prompt_logprobs + 1) * (body.n or 1), param)
         left = limit + 1 - len(tokens)
         return GenerationRequest(
             prompt_tokens=tuple(tokens),
@@ -107,6 +109,15 @@ class RequestMaker:
             num_logprobs=body.num_logprobs,
             num_prompt_logprobs=body.num_prompt_logprobs,
         )
+
+    @staticmethod
+    def _check_scores(count: int, param: str) -> None:
+        if count > MAX_SCORES:
+            raise InvalidRequest(
+                f"{param}: its log-probabilities would be {count:,} numbers, the limit is {MAX_SCORES:,}: shorten it, or ask "
+                "for fewer at each place",
+                param,
+            )
 
     def _check_ids(self, tokens: Sequence[int], param: str) -> None:
         size = self.text.sizes.vocabulary_size

@@ -53,7 +53,7 @@ class NumberText:
     sizes = TextSizes(1000, 8192)
     eos_token_ids = ()
 
-    def stream(self) -> Any:
+    def stream(self, after: Any = ()) -> Any:
         return SimpleNamespace(push=lambda token: f"{token} ", flush=lambda: "")
 
 

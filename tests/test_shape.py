@@ -29,7 +29,7 @@ def test_a_directory_is_read_and_what_is_missing_is_named(tmp_path):
     path.write_text(json.dumps(fields))
     assert read_shape(str(tmp_path)).kv_bytes_per_token("float32") == 2 * 2 * 4 * 16 * 4
     path.write_text(json.dumps({**fields, "vocab_size": None}))
-    with pytest.raises(ConfigurationError, match="cannot be read"):
+    with pytest.raises(ConfigurationError, match="vocab_size"):
         read_shape(str(tmp_path))
     del fields["hidden_size"]
     path.write_text(json.dumps(fields))

@@ -17,7 +17,7 @@ class StepBudget:
         self._max_tokens = max(max_tokens, block_size)
         self.tokens_per_s = INITIAL_TOKENS_PER_S
         self.yielding_s = 0.0
-        """Of the steps that only yield tokens."""
+        """What yielding tokens takes of a step."""
 
     def num_tokens(self, is_yielding: bool = False) -> int:
         """`is_yielding`: sequences that yield a token take part in the step, and wait for all of it."""
@@ -32,5 +32,7 @@ class StepBudget:
         if num_tokens >= self._block_size and duration_s > 0:
             self.tokens_per_s += SMOOTHING * (num_tokens / duration_s - self.tokens_per_s)
 
-    def measured_yielding(self, duration_s: float) -> None:
-        self.yielding_s += SMOOTHING * (duration_s - self.yielding_s) if self.yielding_s else duration_s
+    def measured_yielding(self, num_catching_up: int, duration_s: float) -> None:
+        """A step in which sequences yielded tokens: what it took without the `num_catching_up` tokens beside them."""
+        yielding_s = max(duration_s - num_catching_up / self.tokens_per_s, 0.0)
+        self.yielding_s += SMOOTHING * (yielding_s - self.yielding_s) if self.yielding_s else yielding_s

@@ -98,10 +98,10 @@ class Throughput:
 
 
 def measure_ceilings() -> Ceilings:
-    """With torch's threads, as they are set: a float32 product of 1024 rows, and a sum over 256 MiB, each at its best of five."""
+    """With torch's threads, as they are set: a float32 product of 1024 rows, and a sum over 128 MiB, each at its best of five."""
     import torch
 
-    data = torch.ones(64 * 1024 * 1024)
+    data = torch.ones(32 * 1024 * 1024)
     left, right = torch.ones(1024, 1024), torch.ones(1024, 1024)
     return Ceilings(2 * 1024**3 / _best(lambda: left @ right), data.nbytes / _best(data.sum))
 

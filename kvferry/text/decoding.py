@@ -63,11 +63,12 @@ class ByteLevelStream:
 class WindowStream:
     """For any tokenizer: decodes a window twice, with and without the new token, and gives out the difference."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, after: list[int] | None = None):
+        """`after`: tokens whose text is there already."""
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
+        self._tokens: list[int] = list(after or ())
         self._begin = 0  # of the window
-        self._given = 0  # tokens whose text has been given out
+        self._given = len(self._tokens)  # tokens whose text has been given out
 
     def push(self, token: int) -> str:
         self._tokens.append(token)

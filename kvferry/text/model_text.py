@@ -1,6 +1,7 @@
 """All that the router knows of a checkpoint: tokenizer, chat template, end-of-sequence ids, sizes. Never its weights."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvferry.errors import ConfigurationError, InvalidRequest
+from kvferry.shape import read_shape
 from kvferry.text.decoding import ByteLevelStream, TextStream, TokenBytes, WindowStream
 from kvferry.text.template import ChatTemplate
+
+WINDOW_TOKENS = 6
+"""Of a prompt: enough to tell whether the text that follows begins with a space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,8 @@ class ModelText:
         self._tokenizer = Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        if not isinstance(config.get("vocab_size"), int):
-            raise ConfigurationError(f"{directory / 'config.json'}: vocab_size is missing")
-        self.sizes = TextSizes(config["vocab_size"], int(config.get("max_position_embeddings") or 0))
+        shape = read_shape(str(directory))
+        self.sizes = TextSizes(shape.vocabulary_size, shape.context_tokens)
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         if size > self.sizes.vocabulary_size:
             raise ConfigurationError(
@@ -95,8 +99,11 @@ class ModelText:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
-    def stream(self) -> TextStream:
-        return ByteLevelStream(self._token_bytes) if self._token_bytes else WindowStream(self._tokenizer)
+    def stream(self, after: Sequence[int] = ()) -> TextStream:
+        """Of an answer; `after` are the tokens that its text goes on from, if it does."""
+        if self._token_bytes is not None:
+            return ByteLevelStream(self._token_bytes)
+        return WindowStream(self._tokenizer, list(after[-WINDOW_TOKENS:]))
 
     def _encode(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
         try:

@@ -4,6 +4,9 @@ from collections import Counter
 
 COUNTERS = {
     "steps": "Engine steps run.",
+    "step_flops": "Floating-point operations of those steps.",
+    "step_bytes": "Bytes of weights and KV that they read.",
+    "step_microseconds": "The time they took.",
     "computed_tokens": "Tokens whose KV was computed.",
     "generated_tokens": "Tokens sampled.",
     "cache_hit_tokens": "Prompt tokens found sealed in this worker's pool on admission.",

@@ -168,7 +168,11 @@ class EngineLoop:
         duration_s = self.now() - began
         if not result.failures:
             self._times.measured(plan.num_tokens, duration_s)
-            self.throughput.stepped(self._costs.of_plan(plan), duration_s)
+            work = self._costs.of_plan(plan)
+            self.throughput.stepped(work, duration_s)
+            self._counters.add("step_flops", int(work.flops))
+            self._counters.add("step_bytes", int(work.num_bytes))
+            self._counters.add("step_microseconds", int(duration_s * 1e6))
         self.step = plan.step
         self._counters.add("steps")
         done = sum(len(chunk.tokens) for chunk in plan.chunks if chunk.sequence_id not in result.failures)

@@ -18,7 +18,7 @@ def members():
 
 @pytest.mark.parametrize(
     "change",
-    [dict(protocol_version=2), dict(model_id="other"), dict(fidelity="bfloat16"), dict(block_size=32), dict(block_bytes=65),
+    [dict(protocol_version=1), dict(model_id="other"), dict(fidelity="bfloat16"), dict(block_size=32), dict(block_bytes=65),
      dict(vocabulary_size=999), dict(context_tokens=400), dict(max_sequences=0), dict(block_size=0), dict(pool_tokens=0),
      dict(worker_id="")],
 )  # fmt: skip
