@@ -118,9 +118,20 @@ def _attend(
         columns = torch.arange(first + low, first + high, device=keys.device)
         is_hidden = (columns > rows) | (columns <= rows - window) if window else columns > rows
         scores = (query[:, :, begin:end].flatten(1, 2) @ key[:, :, low:high]).unflatten(1, (groups, end - begin))
-        shares = _softmax(scores, is_hidden, softcap, sinks).flatten(1, 2)
-        output[:, :, begin:end] = (shares @ value[:, low:high]).unflatten(1, (groups, end - begin))
+        shares = _softmax(scores, is_hidden, softcap, sinks)
+        output[:, :, begin:end] = _weighted(shares, value[:, low:high], is_hidden)
     return output.permute(2, 0, 1, 3).flatten(1, 2).to(queries.dtype)
+
+
+def _weighted(shares: torch.Tensor, value: torch.Tensor, is_hidden: torch.Tensor) -> torch.Tensor:
+    """`shares` [KV heads, groups, rows, columns] of `value` [KV heads, columns, dim]: [KV heads, groups, rows, dim].
+
+    A value that is not finite must not reach rows that do not see it, where its share is 0.
+    """
+    if value.isfinite().all():
+        return (shares.flatten(1, 2) @ value).unflatten(1, shares.shape[1:3])
+    seen = [value.masked_fill(hidden[:, None], 0.0) for hidden in is_hidden]
+    return torch.stack([shares[:, :, row] @ values for row, values in enumerate(seen)], dim=2)
 
 
 def _softmax(scores: torch.Tensor, is_hidden: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 What cannot be run is refused here, at once, naming file and field. Pickled checkpoints are never opened.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -66,7 +67,7 @@ class Tensors:
 
     def _find_files(self) -> dict[str, Path]:
         index, single = self._directory / "model.safetensors.index.json", self._directory / "model.safetensors"
-        if index.is_file():
+        if index.is_file() and not single.is_file():  # of both, transformers takes the single one, too
             try:
                 weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
                 files = {name: self._directory / file for name, file in weight_map.items()}
@@ -134,14 +135,12 @@ class Tensors:
             digest.update(setting.encode() + b"\0")
         for name, tensor in self._all():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def _all(self) -> Iterator[tuple[str, torch.Tensor]]:
-        by_file: dict[Path, list[str]] = {}
-        for name, path in sorted(self._files.items()):
-            by_file.setdefault(path, []).append(name)
-        for path in sorted(by_file):
-            with self._open(path) as file:
-                for name in by_file[path]:
-                    yield name, file.get_tensor(name)
+        """In the order of their names, however they are spread over files."""
+        with contextlib.ExitStack() as stack:
+            opened = {path: stack.enter_context(self._open(path)) for path in set(self._files.values())}
+            for name, path in sorted(self._files.items()):
+                yield name, opened[path].get_tensor(name)

@@ -20,7 +20,7 @@ from kvferry.engine.native.attention import use_native_attention
 from kvferry.engine.native.decoder import NativeRunner
 from kvferry.engine.native.family import DecoderConfig, NotNative, decoder_config, rope_tables
 from kvferry.engine.native.library import Library, load_library
-from kvferry.engine.native.weights import PackedWeights
+from kvferry.engine.native.weights import BeyondFloat16, PackedWeights
 from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan, Runner
 from kvferry.engine.roofline import StepCosts
 from kvferry.engine.torch_memory import TorchMemory
@@ -33,6 +33,18 @@ BLOCK_SIZES = (16, 32, 64)
 WEIGHTS = ("float32", "float16", "int8", "auto")
 KV_DTYPES = ("float32", "bfloat16")
 WARM_UP_TOKENS = 256
+IRRELEVANT = (
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "use_cache",
+    "token_id",
+    "initializer_range",
+    "dropout",
+    "pretraining_tp",
+)
+"""Parts of the names of a configuration's fields that no KV depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +110,7 @@ def _load_runner(
         rope = rope_tables(config, _num_positions(config, settings))
         kind, weights = _pack(library, decoder, directory, tensors, settings.weights, on_progress)
         runner = NativeRunner(library, decoder, weights, rope, memory, kind, settings.num_threads)
-        return runner, kind, f"decoder.c-{library.level}"
+        return runner, kind, f"decoder.c-{library.key}"
     except NotNative as reason:
         if settings.weights not in ("float32", "auto"):
             message = f"weights {settings.weights!r} need the native decoder, and {reason}: use float32"
@@ -109,12 +121,9 @@ def _load_runner(
             reason,
         )
         use_native_attention(library, settings.num_threads)
-        level = torch.backends.cpu.get_cpu_capability()
-        return (
-            load_modules(directory, config, memory, on_progress),
-            "float32",
-            f"modules-torch-{torch.__version__}-{level}",
-        )
+        attention = library.key if library else "reference"
+        numerics = f"modules-torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-{attention}"
+        return load_modules(directory, config, memory, on_progress), "float32", numerics
 
 
 def _pack(
@@ -130,11 +139,9 @@ def _pack(
         return wanted, PackedWeights(library, decoder, tensors, wanted, on_progress)
     try:
         return "float16", PackedWeights(library, decoder, tensors, "float16", on_progress)
-    except ConfigurationError as error:
-        if "float16" not in error.message:
-            raise
+    except BeyondFloat16 as error:
         logger.warning("%s", error.message)
-        return "float32", PackedWeights(library, decoder, Tensors(directory), "float32", on_progress)
+    return "float32", PackedWeights(library, decoder, Tensors(directory), "float32", on_progress)
 
 
 def _num_positions(config: PretrainedConfig, settings: EngineSettings) -> int:
@@ -170,9 +177,8 @@ def _check(directory: Path, shape: ModulesShape, settings: EngineSettings) -> No
 
 
 def _what_kv_depends_on(config: PretrainedConfig, settings: EngineSettings, weights: str) -> tuple[str, ...]:
-    """Besides the tensors: all of the configuration that is not about files, versions or text."""
-    ignored = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache")
-    known = {name: value for name, value in config.to_dict().items() if name not in ignored and "token_id" not in name}
+    """Besides the tensors: all of the configuration that is not about files, versions, text or training."""
+    known = {name: value for name, value in config.to_dict().items() if not any(part in name for part in IRRELEVANT)}
     return (weights, str(settings.block_size), json.dumps(known, sort_keys=True, default=str))
 
 

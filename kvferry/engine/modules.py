@@ -43,9 +43,8 @@ class ModulesRunner:
 
     def logits(self, chunks: tuple[Chunk, ...], drawing: list[Chunk]) -> npt.NDArray[np.float32]:
         """Computes the chunks' KV; returns the logits [len(drawing), vocabulary] after the last token of each of `drawing`."""
-        ends = np.cumsum([len(chunk.tokens) for chunk in chunks])
-        last_rows = {id(chunk): int(end) - 1 for chunk, end in zip(chunks, ends, strict=True)}
-        return self.forward(chunks, [last_rows[id(chunk)] for chunk in drawing], self.memory)
+        packed = PackedChunks.of(chunks, self.memory.format.block_size)
+        return self.forward(chunks, packed.last_rows(drawing).tolist(), self.memory)
 
     def all_logits(self, chunk: Chunk) -> npt.NDArray[np.float32]:
         """[tokens, vocabulary]: after each of the chunk's tokens."""
@@ -63,16 +62,15 @@ class ModulesRunner:
 
         Rows count over the tokens of all chunks, in order. `on_call` hears of each layer's attention.
         """
-        device = memory.blocks.device
-        padding = [0] * max(MIN_ROWS - sum(len(chunk.tokens) for chunk in chunks), 0)
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        positions = [position for chunk in chunks for position in _positions(chunk)]
+        device, packed = memory.blocks.device, PackedChunks.of(chunks, memory.format.block_size)
+        lacking = max(MIN_ROWS - len(packed.tokens), 0)
+        tokens, positions = (np.pad(one, (0, lacking)) for one in (packed.tokens, packed.positions))
         kept = [*logit_rows, *[0] * max(MIN_ROWS - len(logit_rows), 0)] if logit_rows else []
         output = self.model(
-            input_ids=torch.tensor([tokens + padding], device=device),
-            position_ids=torch.tensor([positions + padding], device=device),
+            input_ids=torch.from_numpy(tokens)[None].to(device, torch.long),
+            position_ids=torch.from_numpy(positions)[None].to(device, torch.long),
             use_cache=False,
-            kvferry_batch=_batch(chunks, memory, on_call),
+            kvferry_batch=_batch(packed, memory, on_call),
             **(
                 dict(logits_to_keep=torch.tensor(kept, device=device, dtype=torch.long))
                 if self._can_choose_rows
@@ -83,25 +81,18 @@ class ModulesRunner:
         return logits[: len(logit_rows)].float().cpu().numpy()
 
 
-def _positions(chunk: Chunk) -> range:
-    return range(chunk.start, chunk.start + len(chunk.tokens))
+def _batch(packed: PackedChunks, memory: TorchMemory, on_call: Callable[[LayerCall], None] | None) -> ModulesBatch:
+    def tensor(array: npt.NDArray[np.int32], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.from_numpy(array).to(memory.blocks.device, dtype)
 
-
-def _batch(chunks: tuple[Chunk, ...], memory: TorchMemory, on_call: Callable[[LayerCall], None] | None) -> ModulesBatch:
-    size, device = memory.format.block_size, memory.blocks.device
-
-    def numbers(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    rows = [(chunk.slots[position // size], position % size) for chunk in chunks for position in _positions(chunk)]
     return ModulesBatch(
         memory=memory,
-        num_rows=len(rows),
-        slots=numbers([slot for slot, _ in rows], torch.long),
-        offsets=numbers([offset for _, offset in rows], torch.long),
-        begins=numbers([0, *np.cumsum([len(chunk.tokens) for chunk in chunks]).tolist()]),
-        starts=numbers([chunk.start for chunk in chunks]),
-        tables=numbers([0, *np.cumsum([len(chunk.slots) for chunk in chunks]).tolist()]),
-        table=numbers([slot for chunk in chunks for slot in chunk.slots]),
+        num_rows=len(packed.tokens),
+        slots=tensor(packed.slots, torch.long),
+        offsets=tensor(packed.offsets, torch.long),
+        begins=tensor(packed.begins),
+        starts=tensor(packed.positions[packed.begins[:-1]]),
+        tables=tensor(packed.tables),
+        table=tensor(packed.table),
         on_call=on_call,
     )

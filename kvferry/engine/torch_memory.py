@@ -41,7 +41,7 @@ class TorchMemory:
 
 def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Pages that are taken when they are first touched; large ones where the system has them, as blocks lie anywhere."""
-    mapped = mmap.mmap(-1, count * dtype.itemsize)
+    mapped = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -3,6 +3,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -125,6 +126,23 @@ def test_rows_that_are_not_finite_fail_alone(tmp_path, form):
     result = engine.runner.run(plan)
     assert set(result.failures) == {1}
     assert set(result.tokens) == {2}
+
+
+def test_a_token_that_is_not_finite_leaves_those_before_it_as_they_are(tmp_path, form):
+    """KV is a function of its prefix: also where the prefix of another ends in a fault, in one chunk with it."""
+    runner = load(make_checkpoint(tmp_path, num_key_value_heads=4)).runner
+    tokens = [random.Random(k).randrange(9, 199) for k in range(40)]
+    chunk = Chunk(1, tuple(tokens), 0, (1, 2, 3), None)
+    clean = runner.all_logits(chunk)
+    embedding = (
+        runner._weights.embedding.clone() if form == "native" else runner.model.get_input_embeddings().weight.data
+    )
+    embedding[5] = float("nan")
+    if form == "native":
+        runner._weights.embedding = embedding
+    faulty = runner.all_logits(Chunk(1, (*tokens[:30], 5, *tokens[31:]), 0, (4, 5, 6), None))
+    assert abs(faulty[:30] - clean[:30]).max() < 1e-4
+    assert not np.isfinite(faulty[30:]).any()
 
 
 def test_memory_that_was_never_written_does_not_leak_into_attention(tmp_path, form):

@@ -47,19 +47,33 @@ typedef struct {
     vec total[MAX_QUERIES];  // by lane; added up at the end
 } HeadTile;
 
-// Adds the weighted values of the first `most` keys of a group, dims `d` on, `vectors` of LANES.
-INLINE void add_values(HeadTile *t, const int count, const void *const *values, float weight[][GROUP_KEYS], int most, int d,
-                       int width, const int vectors, const int is_bfloat16) {
+// Which keys of a group each query sees: from `first` on, before `end`. All of them see those from `from` on, before `until`.
+typedef struct {
+    int first[MAX_QUERIES], end[MAX_QUERIES], from, until, most;
+} Visible;
+
+// Adds the weighted values of a group's keys, dims `d` on, `vectors` of LANES. A value that a query does not see is not touched
+// for it, not even with the weight 0: it may be another's fault, or never have been written.
+INLINE void add_values(HeadTile *t, const int count, const void *const *values, float weight[][GROUP_KEYS], const Visible *see,
+                       int d, int width, const int vectors, const int is_bfloat16) {
     vec sums[MAX_QUERIES][VALUE_VECTORS];
     for (int q = 0; q < count; q++)
         for (int v = 0; v < vectors; v++) sums[q][v] = load(t->out[q] + d + LANES * v);
-    for (int j = 0; j < most; j++) {
+    for (int j = 0; j < see->most; j++) {
         vec value[VALUE_VECTORS];
         for (int v = 0; v < vectors; v++)
             value[v] = load_kv(values[j >> 4], (long)(j & 15) * width + d + LANES * v, is_bfloat16);
-        for (int q = 0; q < count; q++) {
-            vec w = splat(weight[q][j]);
-            for (int v = 0; v < vectors; v++) sums[q][v] += w * value[v];
+        if (j >= see->from && j < see->until) {
+            for (int q = 0; q < count; q++) {
+                vec w = splat(weight[q][j]);
+                for (int v = 0; v < vectors; v++) sums[q][v] += w * value[v];
+            }
+        } else {
+            for (int q = 0; q < count; q++) {
+                if (j < see->first[q] || j >= see->end[q]) continue;
+                vec w = splat(weight[q][j]);
+                for (int v = 0; v < vectors; v++) sums[q][v] += w * value[v];
+            }
         }
     }
     for (int q = 0; q < count; q++)
@@ -112,14 +126,14 @@ INLINE void attend_group(HeadTile *t, const int *position, const int count, cons
             for (int q = 0; q < count; q++) scores[begin + g][q] = sums[g][q];
     }
     float weight[MAX_QUERIES][GROUP_KEYS];
-    int most = 0;
+    Visible see = {.until = GROUP_KEYS};
     for (int q = 0; q < count; q++) {
         int seen = position[q] - start + 1, unseen = window ? position[q] - window + 1 - start : 0;
-        if (seen <= 0 || unseen >= GROUP_KEYS) {
-            memset(weight[q], 0, sizeof weight[q]);
-            continue;
-        }
-        most = seen > most ? seen : most;
+        see.first[q] = unseen > 0 ? unseen : 0, see.end[q] = seen < GROUP_KEYS ? seen : GROUP_KEYS;
+        see.from = see.first[q] > see.from ? see.first[q] : see.from;
+        see.until = see.end[q] < see.until ? see.end[q] : see.until;
+        see.most = see.end[q] > see.most ? see.end[q] : see.most;
+        if (seen <= 0 || unseen >= GROUP_KEYS) continue;
         const int is_cut = seen < GROUP_KEYS || unseen > 0;
         vec score[GROUP_VECTORS], tops = splat(-__builtin_inff());
         for (int g = 0; g < GROUP_VECTORS; g++) {
@@ -141,11 +155,10 @@ INLINE void attend_group(HeadTile *t, const int *position, const int count, cons
             store(weight[q] + LANES * g, one);
         }
     }
-    most = most < GROUP_KEYS ? most : GROUP_KEYS;  // a key that no row sees may never have been written
     int d = 0;
     for (; d + LANES * VALUE_VECTORS <= width; d += LANES * VALUE_VECTORS)
-        add_values(t, count, values, weight, most, d, width, VALUE_VECTORS, is_bfloat16);
-    for (; d < width; d += LANES) add_values(t, count, values, weight, most, d, width, 1, is_bfloat16);
+        add_values(t, count, values, weight, &see, d, width, VALUE_VECTORS, is_bfloat16);
+    for (; d < width; d += LANES) add_values(t, count, values, weight, &see, d, width, 1, is_bfloat16);
 }
 
 // One tile: `count` queries, each with its own position, of each of `heads` KV heads. `blocks` is at the first head's keys.

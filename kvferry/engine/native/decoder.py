@@ -89,6 +89,7 @@ class NativeRunner:
     def _forward(self, chunks: tuple[Chunk, ...]) -> tuple[PackedChunks, Any]:
         """The chunks, and the batch with their hidden states, good until the next call."""
         c, packed = self._config, PackedChunks.of(chunks, self._memory.format.block_size)
+        assert packed.positions.max() < len(self._rope[0]), "schedulers keep to the context"
         rows = len(packed.tokens)
         hidden = F.embedding(torch.from_numpy(packed.tokens), self._weights.embedding).float().contiguous()
         queries = c.num_heads * c.head_size

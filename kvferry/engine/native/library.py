@@ -61,6 +61,8 @@ class Library:
 
     def __init__(self, path: Path, level: str):
         self.level = level
+        self.key = path.stem.removeprefix("decoder-")
+        """With a hash of sources, flags and compiler: what decides its bits."""
         library = ctypes.CDLL(str(path))
         self.forward = library.forward
         self.forward.argtypes, self.forward.restype = [ctypes.POINTER(Model), ctypes.POINTER(Batch)], None
@@ -112,7 +114,8 @@ def _built(level: Level) -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise OSError("there is no C compiler")
-    path = home() / "native" / library_name(level, compiler)
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    path = home() / "native" / library_name(level, f"{compiler} {version}")
     if not path.is_file():
         compile_library(level, path, compiler)
     return path

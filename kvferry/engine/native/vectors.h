@@ -102,6 +102,9 @@ INLINE float largest_bits(ivec v) {
 // exp(x) = 2^n * 2^f with |f| <= 1/2 and a polynomial of degree 6 for 2^f; below -87 it is 0 for all purposes. NaN stays.
 INLINE vec exponential(vec given) {
     vec x = larger(splat(-87.0f), given);
+#ifndef __AVX512F__
+    x = choose(x > splat(88.0f), splat(88.0f), x);  // the largest that the last step can write
+#endif
     vec scaled = (vec)x * splat(1.44269504088896341f);
     vec whole = scaled + splat(12582912.0f) - splat(12582912.0f);  // 1.5 * 2^23: rounds to the nearest integer
     vec f = scaled - whole;
@@ -115,7 +118,6 @@ INLINE vec exponential(vec given) {
 #ifdef __AVX512F__
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
-    whole = choose(whole > splat(127.0f), splat(127.0f), whole);  // larger than any float: as near as this goes
     return choose(given == given, (vec)((ivec)p + (__builtin_convertvector(whole, ivec) << 23)), given);
 #endif
 }

@@ -5,10 +5,12 @@ that the structures point into.
 """
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvferry.engine.checkpoint import Tensors
@@ -20,6 +22,11 @@ LARGEST_FLOAT16 = 65504.0
 SLICE_NUMBERS = 4 * 1024 * 1024
 """Numbers that are converted at a time."""
 INT8_GROUP = 32
+CACHE_LINE = 64
+
+
+class BeyondFloat16(ConfigurationError):
+    """A weight that float16 cannot hold."""
 
 
 class PackedWeights:
@@ -63,11 +70,6 @@ class PackedWeights:
         self.layers = ctypes.addressof(layers)
         on_progress(1.0)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the packed matrices."""
-        return sum(one.nbytes for one in self._kept if isinstance(one, np.ndarray))
-
     def _vector(self, name: str, size: int) -> int:
         return self._keep(self._tensors.take(name, size))
 
@@ -84,7 +86,7 @@ class PackedWeights:
         mapped = {name: self._tensors.mapped(f"{name}.weight", size, inner) for name, size in parts.items()}
         out, panel = sum(parts.values()), self._library.panel_width
         kind = KINDS[self._kind]
-        packed = np.empty(self._library.packed_bytes(out, inner, kind), np.uint8)
+        packed = _aligned(self._library.packed_bytes(out, inner, kind))
         step = max(SLICE_NUMBERS // (inner * panel), 1) * panel
         for begin in range(0, out, step):
             rows = self._rows(mapped, begin, min(begin + step, out))
@@ -99,9 +101,18 @@ class PackedWeights:
         for name, tensor in mapped.items():
             piece = tensor[max(begin - offset, 0) : max(end - offset, 0)].float()
             offset += tensor.shape[0]
-            if self._kind == "float16" and piece.numel() and float(piece.abs().max()) > LARGEST_FLOAT16:
-                raise ConfigurationError(
+            largest = float(piece.abs().max()) if piece.numel() else 0.0
+            if not math.isfinite(largest):
+                raise ConfigurationError(f"tensor {name}.weight has values that are not finite")
+            if self._kind == "float16" and largest > LARGEST_FLOAT16:
+                raise BeyondFloat16(
                     f"weights float16: tensor {name}.weight has values beyond {LARGEST_FLOAT16:g}: use float32"
                 )
             found.append(piece)
         return torch.cat(found).contiguous()
+
+
+def _aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """From a cache line's beginning on: no vector is split over two."""
+    room = np.empty(num_bytes + CACHE_LINE, np.uint8)
+    return room[-room.ctypes.data % CACHE_LINE :][:num_bytes]
