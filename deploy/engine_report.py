@@ -6,11 +6,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+TABLE_WIDTH = 120
+
 
 def print_engine_figures(directory: Path, weights: str, kv: str, num_threads: int, as_json: bool) -> None:
     from kvferry.engine.bench import measure
 
-    table = Table("workload", "ms a step", "tokens/s", "floor ms", "share of the floor", "GFLOP/s", "GB/s", "bound by")
+    table = Table(
+        "workload", "ms a step", "tokens/s", "floor ms", "share of the floor", "GFLOP/s", "GB/s", "bound by", "outside"
+    )
     for figure in measure(directory, weights, kv, num_threads):
         ceilings = figure.ceilings
         step_ms, floor_ms = figure.step_s * 1e3, figure.floor_s * 1e3
@@ -26,15 +30,18 @@ def print_engine_figures(directory: Path, weights: str, kv: str, num_threads: in
                 "ceiling_gb_s": round(ceilings.bytes_per_s / 1e9, 2),
                 "bound_by": figure.bound_by,
                 "kv": kv,
+                "parts_ms": {name: round(seconds * 1e3, 2) for name, seconds in figure.part_s.items()},
             }
             common = {"figure": figure.workload, "value": speed["tok_s"], "unit": "tokens/s"}
             print(json.dumps({**common, **peer, **speed, **floor}), flush=True)
         else:
             row = (f"{step_ms:.1f}", f"{figure.tokens_per_s:.1f}", f"{floor_ms:.1f}", f"{figure.share:.0%}")
             rates = (_of(figure.flops_per_s, ceilings.flops_per_s), _of(figure.bytes_per_s, ceilings.bytes_per_s))
-            table.add_row(figure.workload, *row, *rates, figure.bound_by)
+            outside = "" if figure.outside_share is None else f"{figure.outside_share:.0%}"
+            table.add_row(figure.workload, *row, *rates, figure.bound_by, outside)
     if not as_json:
-        Console(highlight=False).print(table)
+        Console(highlight=False, width=max(Console().width, TABLE_WIDTH)).print(table)
+        print("outside: the share of a step that is neither a matrix product nor attention (--json has all parts)")
 
 
 def _of(achieved: float, ceiling: float) -> str:

@@ -5,11 +5,13 @@ Faults are what a network and processes do (a killed or frozen worker), never a 
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
 from kvferry.engine.engine import fake_engine
 from kvferry.engine.fake import fake_answer
+from kvferry.engine.plan import NON_FINITE, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Sampling
 from router.dispatcher import DispatchLimits
@@ -828,6 +830,60 @@ def test_with_a_window_what_no_source_brings_is_computed_from_the_beginning():
             assert live.journal.choices[0].tokens == fake_answer(prompt, Sampling(0, 30, 0.0), window=40)
             alone = prompt_of(300, "alone")
             assert await d.answer(alone, 5) == fake_answer(alone, Sampling(0, 5, 0.0), window=40)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+# ------------------------------------------------------------------------------------------------- faults of the model
+
+
+class FaultyRunner:
+    """Its logits are not finite whenever a sequence ends in token 7."""
+
+    def __init__(self, runner):
+        self._runner = runner
+
+    def run(self, plan):
+        result = self._runner.run(plan)
+        bad = {chunk.sequence_id: NON_FINITE for chunk in plan.chunks if chunk.draw and chunk.tokens[-1] == 7}
+        tokens = {key: token for key, token in result.tokens.items() if key not in bad}
+        return StepResult(tokens, bad)
+
+
+def test_logits_that_are_not_finite_end_their_request_alone_with_an_error_and_a_metric():
+    """T016."""
+
+    async def main():
+        engine = fake_engine(400, BLOCK)
+        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+            d.start("d1", engine=replace(engine, runner=FaultyRunner(engine.runner)))
+            await d.ready("d1")
+            good = [d.submit(prompt_of(40 + k, k), 30) for k in range(8)]
+            with pytest.raises(EngineFailure, match="not finite"):
+                await d.answer([*prompt_of(50), 7], 5)
+            await wait_all(good)
+            for k, live in enumerate(good):
+                wanted = expected(prompt_of(40 + k, k), 30)
+                assert 7 not in wanted
+                assert live.journal.choices[0].tokens == wanted
+            counters = d.nodes["d1"].worker.load().counters
+            assert counters["non_finite_logits"] == counters["engine_failures"] == 1
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_preemption_does_not_count_as_a_hit():
+    """T021."""
+
+    async def main():
+        async with deployment("d1", num_slots=24) as d:
+            await asyncio.gather(*(d.answer(prompt_of(40, ("unique", k)), 90) for k in range(8)))
+            counters = d.nodes["d1"].worker.load().counters
+            assert counters["preemptions"] > 0
+            assert counters["recomputed_tokens"] > 0
+            assert counters["cache_hit_tokens"] == 0
             await d.quiet()
 
     run_virtual(main)

@@ -16,6 +16,8 @@ import torch
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.load import EngineSettings, load_engine
+from kvferry.engine.native.decoder import NativeRunner
+from kvferry.engine.native.library import PARTS
 from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
 from kvferry.engine.roofline import Ceilings, measure_ceilings
 
@@ -33,10 +35,20 @@ class Figure:
     flops_per_s: float
     bytes_per_s: float
     ceilings: Ceilings
+    part_s: dict[str, float]
+    """Of a step, by part, where the engine tells."""
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.step_s
+
+    @property
+    def outside_share(self) -> float | None:
+        """Of a step: what is neither a matrix product nor attention."""
+        if not self.part_s:
+            return None
+        inside_s = sum(self.part_s[name] for name in ("projections", "attention", "output layer"))
+        return max(1 - inside_s / sum(self.part_s.values()), 0.0)
 
     @property
     def bound_by(self) -> str:
@@ -68,10 +80,17 @@ def measure(directory: Path, weights: str, kv: str, num_threads: int) -> Iterato
 
 
 def _figure(workload: str, engine: Engine, plan: Plan, times: int, ceilings: Ceilings) -> Figure:
-    step_s, work = _median(engine, plan, times), engine.costs.of_plan(plan)
-    num_tokens = plan.num_tokens
+    step_s, part_s = _time(engine, plan, times)
+    work = engine.costs.of_plan(plan)
     return Figure(
-        workload, num_tokens, step_s, work.floor_s(ceilings), work.flops / step_s, work.num_bytes / step_s, ceilings
+        workload,
+        plan.num_tokens,
+        step_s,
+        work.floor_s(ceilings),
+        work.flops / step_s,
+        work.num_bytes / step_s,
+        ceilings,
+        part_s,
     )
 
 
@@ -82,11 +101,18 @@ def _chunk(number: int, length: int, start: int, first_slot: int, block_size: in
     return Chunk(number, tokens, start, slots, Draw(GREEDY))
 
 
-def _median(engine: Engine, plan: Plan, times: int) -> float:
-    engine.runner.run(plan)
+def _time(engine: Engine, plan: Plan, times: int) -> tuple[float, dict[str, float]]:
+    """The median step, and the mean of each part; what the engine's parts do not account for is "python"."""
+    runner = engine.runner
+    runner.run(plan)
+    parts = runner.part_seconds if isinstance(runner, NativeRunner) else None
+    before = None if parts is None else parts.copy()
     seconds: list[float] = []
     for _ in range(times):
         began = time.perf_counter()
-        engine.runner.run(plan)
+        runner.run(plan)
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    if parts is None or before is None:
+        return statistics.median(seconds), {}
+    mean = {name: float(value) / times for name, value in zip(PARTS, parts - before, strict=True)}
+    return statistics.median(seconds), {**mean, "python": sum(seconds) / times - sum(mean.values())}

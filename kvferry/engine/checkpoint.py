@@ -3,18 +3,16 @@
 What cannot be run is refused here, at once, naming file and field. Pickled checkpoints are never opened.
 """
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors import safe_open
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
+from kvferry.engine.safetensors_file import SafetensorsFile
 from kvferry.errors import ConfigurationError
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
@@ -58,67 +56,56 @@ def _refuse_rope(path: Path, parameters: Any) -> None:
 
 
 class Tensors:
-    """The tensors of a checkpoint, by name, read when asked for, each at most once."""
+    """The tensors of a checkpoint, by name, each taken at most once; views of the files' pages."""
 
     def __init__(self, directory: Path):
         self._directory = directory
         self._files = self._find_files()
         self._left = set(self._files)
 
-    def _find_files(self) -> dict[str, Path]:
+    def _find_files(self) -> dict[str, SafetensorsFile]:
         index, single = self._directory / "model.safetensors.index.json", self._directory / "model.safetensors"
-        if index.is_file() and not single.is_file():  # of both, transformers takes the single one, too
-            try:
-                weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-                files = {name: self._directory / file for name, file in weight_map.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigurationError(f"{index} has no readable weight_map: {error!r}") from error
-            for path in set(files.values()):
-                if not path.is_file():
-                    raise ConfigurationError(f"{path} is missing, but {index.name} names it")
-            return files
-        if not single.is_file():
+        if single.is_file():  # of both, transformers takes the single one, too
+            file = SafetensorsFile(single)
+            return dict.fromkeys(file.shapes(), file)
+        if not index.is_file():
             raise ConfigurationError(f"{single} is missing: kvferry reads safetensors only (never .bin or .pt)")
-        return dict.fromkeys(self._open(single).keys(), single)
-
-    @staticmethod
-    def _open(path: Path) -> Any:
         try:
-            return safe_open(str(path), "pt")
-        except Exception as error:  # safetensors raises its own, undocumented kinds
-            raise ConfigurationError(f"{path} is not a safetensors file: {error}") from error
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            paths = {name: self._directory / file for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationError(f"{index} has no readable weight_map: {error!r}") from error
+        for path in set(paths.values()):
+            if not path.is_file():
+                raise ConfigurationError(f"{path} is missing, but {index.name} names it")
+        opened = {path: SafetensorsFile(path) for path in set(paths.values())}
+        for name, path in paths.items():
+            if name not in opened[path].shapes():
+                raise ConfigurationError(f"{path}: tensor {name} is missing, but {index.name} names it")
+        return {name: opened[path] for name, path in paths.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def mapped(self, name: str, *shape: int) -> torch.Tensor:
-        """In the file's dtype, of exactly that shape; its pages are the file's."""
+        """In the file's dtype, of exactly that shape; not to be written to."""
         if name not in self._files:
             raise ConfigurationError(f"{self._directory}: tensor {name} is missing")
-        with self._open(self._files[name]) as file:
-            try:
-                tensor: torch.Tensor = file.get_tensor(name)
-            except Exception as error:
-                raise ConfigurationError(f"{self._files[name]}: tensor {name} cannot be read: {error}") from error
+        tensor = self._files[name].tensor(name)
         if tuple(tensor.shape) != shape:
             raise ConfigurationError(
-                f"{self._files[name]}: tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
+                f"{self._files[name].path}: tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
             )
         self._left.discard(name)
         return tensor
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """In float32, of exactly that shape."""
-        return self.mapped(name, *shape).float()
+        """In float32, of exactly that shape; a copy."""
+        return self.mapped(name, *shape).to(torch.float32, copy=True)
 
     def num_weights(self) -> dict[str, int]:
         """Numbers in each tensor, by name."""
-        found: dict[str, int] = {}
-        for path in set(self._files.values()):
-            with self._open(path) as file:
-                for name in file.keys():  # noqa: SIM118 (it is no dictionary)
-                    found[name] = math.prod(file.get_slice(name).get_shape())
-        return found
+        return {name: math.prod(file.shapes()[name]) for name, file in self._files.items()}
 
     def refuse_extra(self, ignored: set[str]) -> None:
         """Every tensor must have been taken: an unknown one means another architecture."""
@@ -129,18 +116,15 @@ class Tensors:
             )
 
     def digest(self, *settings: str) -> str:
-        """Over every tensor's name, dtype, shape and bytes, and `settings`: 32 hexadecimal digits."""
+        """Over every tensor's name, dtype, shape and bytes, and `settings`: 32 hexadecimal digits.
+
+        In the order of names, however the tensors are spread over files.
+        """
         digest = xxhash.xxh3_128()
         for setting in settings:
             digest.update(setting.encode() + b"\0")
-        for name, tensor in self._all():
+        for name, file in sorted(self._files.items(), key=lambda item: item[0]):
+            tensor = file.tensor(name)
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
-
-    def _all(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """In the order of their names, however they are spread over files."""
-        with contextlib.ExitStack() as stack:
-            opened = {path: stack.enter_context(self._open(path)) for path in set(self._files.values())}
-            for name, path in sorted(self._files.items()):
-                yield name, opened[path].get_tensor(name)

@@ -1,9 +1,13 @@
 """The native decoder against transformers, on tiny random models of each family; and that a position's bits depend on its prefix alone."""
 
+import gc
 import json
 import random
+import subprocess
+import sys
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +18,7 @@ from kvferry.engine.native.library import load_library, processor_levels
 from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
 from kvferry.engine.reference import Reference
 from kvferry.errors import ConfigurationError
+from kvferry.messages import Sampling
 
 LLAMA3_ROPE = dict(
     rope_type="llama3",
@@ -240,6 +245,51 @@ def test_auto_takes_float16_and_float32_where_that_cannot_hold_a_weight(tmp_path
     with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.down_proj"):
         load(tmp_path, weights="float16")
     assert load(tmp_path, weights="auto").identity == load(tmp_path, weights="float32").identity
+
+
+def test_resident_memory_is_flat_over_20_000_steps(tmp_path):
+    """Batches of all sizes, sampled in all ways, after a warm-up."""
+    runner = load(make_checkpoint(tmp_path), 4096).runner
+    rng, process = random.Random(0), psutil.Process()
+    samplings = [GREEDY, Sampling(1, 9, 1.0, top_p=0.9), Sampling(1, 9, 0.7, num_logprobs=3, repetition_penalty=1.2)]
+    before = 0
+    for step in range(20_000):
+        chunks = []
+        for number in range(rng.randrange(1, 5)):
+            start, length = rng.randrange(0, 60), rng.choice([1, 1, 1, 7])
+            slots = tuple(range(1 + 5 * number, 1 + 5 * number + -(-(start + length) // 16)))
+            tokens = tuple(rng.randrange(199) for _ in range(length))
+            chunks.append(Chunk(number, tokens, start, slots, Draw(rng.choice(samplings), 0, step)))
+        runner.run(Plan(step, tuple(chunks)))
+        if step == 2_000:
+            gc.collect()
+            before = process.memory_info().rss
+    gc.collect()
+    assert process.memory_info().rss - before < 4 * 1024 * 1024
+
+
+LOADING = """
+import sys
+from pathlib import Path
+from kvferry.engine.load import EngineSettings, load_engine
+def kilobytes():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1])
+before, peak = kilobytes(), 0
+def look(share):
+    global peak
+    peak = max(peak, kilobytes() - before)
+engine = load_engine(Path(sys.argv[1]), EngineSettings(1024, weights=sys.argv[2]), look)
+print(peak * 1024 / sum(one.nbytes for one in engine.runner._weights._kept if hasattr(one, "nbytes")))
+"""
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("weights", KINDS)
+def test_loading_holds_little_more_than_the_weights(model_directory, weights):
+    """At most 1.3 times the packed weights: a checkpoint's own pages are the file's."""
+    command = [sys.executable, "-c", LOADING, str(model_directory), weights]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 1 < float(run.stdout) < 1.3
 
 
 def change_config(directory, **changes):

@@ -19,7 +19,7 @@ from kvferry.engine.native.library import KINDS, Layer, Library
 from kvferry.errors import ConfigurationError
 
 LARGEST_FLOAT16 = 65504.0
-SLICE_NUMBERS = 4 * 1024 * 1024
+SLICE_NUMBERS = 1024 * 1024
 """Numbers that are converted at a time."""
 INT8_GROUP = 32
 CACHE_LINE = 64
@@ -101,7 +101,8 @@ class PackedWeights:
         for name, tensor in mapped.items():
             piece = tensor[max(begin - offset, 0) : max(end - offset, 0)].float()
             offset += tensor.shape[0]
-            largest = float(piece.abs().max()) if piece.numel() else 0.0
+            lowest, highest = (float(bound) for bound in piece.aminmax()) if piece.numel() else (0.0, 0.0)
+            largest = max(-lowest, highest)
             if not math.isfinite(largest):
                 raise ConfigurationError(f"tensor {name}.weight has values that are not finite")
             if self._kind == "float16" and largest > LARGEST_FLOAT16:
