@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test soak up stubs lint clean
+.PHONY: demo test soak up stubs lint bench-engine clean
 
 demo: $(STAMP)
 	$(BIN)/kvferry run "What is the capital of South Korea?"
@@ -18,6 +18,11 @@ soak: $(STAMP)
 	$(BIN)/kvferry model unpack
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/kvferry bench exact --prompts 200
+
+bench-engine: $(STAMP)
+	@test -n "$(PEERS)" || { echo "make bench-engine PEERS=DIR: where the peers' environments and models are"; exit 2; }
+	$(BIN)/kvferry model unpack
+	$(BIN)/kvferry bench peers --peers $(PEERS) $(BENCH)
 
 up: $(STAMP)
 	$(BIN)/kvferry up

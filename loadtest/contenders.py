@@ -39,9 +39,10 @@ def contenders_in(directory: Path, model: Path) -> dict[str, Contender]:
     """By name, in the order of their turns. `directory` is the peers', `model` our own checkpoint directory."""
     peers, model_hf = directory.absolute(), directory.absolute() / "model-hf"
 
-    def ours(weights: str) -> Contender:
+    def ours(weights: str, kv: str = "float32") -> Contender:
         command = (sys.executable, "-m", "deploy", "bench", "engine", "--model", str(model), "--json")
-        return Contender(f"kvferry-{weights}", (*command, "--weights", weights))
+        name = f"kvferry-{weights}" if kv == "float32" else f"kvferry-{weights}-kv-{kv}"
+        return Contender(name, (*command, "--weights", weights, "--kv", kv))
 
     def llama_cpp(weights: str, kv: str, name: str) -> Contender:
         return _peer(name, peers / "llama", "llama_cpp_steps.py", peers / f"model-{weights}.gguf", kv)
@@ -53,6 +54,7 @@ def contenders_in(directory: Path, model: Path) -> dict[str, Contender]:
         ours("float16"),
         llama_cpp("F16", "unified", "llama.cpp-F16"),
         llama_cpp("F16", "split", "llama.cpp-F16-split"),
+        ours("float16", "bfloat16"),
         ours("int8"),
         llama_cpp("Q8_0", "unified", "llama.cpp-Q8_0"),
         llama_cpp("Q8_0", "split", "llama.cpp-Q8_0-split"),

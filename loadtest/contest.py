@@ -52,6 +52,8 @@ _INT8_TO_Q8_0 = {
 DUELS = (
     Duel("kvferry-float16", "llama.cpp-F16", _FLOAT16_TO_F16),
     Duel("kvferry-float16", "llama.cpp-F16-split"),
+    Duel("kvferry-float16-kv-bfloat16", "llama.cpp-F16"),
+    Duel("kvferry-float16-kv-bfloat16", "llama.cpp-F16-split"),
     Duel("kvferry-float16", "transformers", _FLOAT16_TO_TRANSFORMERS),
     Duel("kvferry-float16", "vllm-2-threads", {"decode_c128_b16": 1.3}),
     Duel("kvferry-float16", "vllm-1-thread"),
