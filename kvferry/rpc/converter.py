@@ -36,7 +36,7 @@ def _one_of(message: Any) -> str:
 
 
 def _ms(seconds: float | None) -> int:
-    return 0 if seconds is None else max(int(seconds * 1000), 1)
+    return 0 if seconds is None else max(round(seconds * 1000), 1)
 
 
 def _seconds(ms: int) -> float | None:
