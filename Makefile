@@ -20,7 +20,7 @@ soak: $(STAMP)
 	$(BIN)/kvferry bench exact --prompts 200
 
 bench-engine: $(STAMP)
-	@test -n "$(PEERS)" || { echo "make bench-engine PEERS=DIR: where the peers' environments and models are"; exit 2; }
+	@test -n "$(PEERS)" || { echo "make bench-engine PEERS=DIR: where the peers' environments and models are (loadtest/contenders.py says which)"; exit 2; }
 	$(BIN)/kvferry model unpack
 	$(BIN)/kvferry bench peers --peers $(PEERS) $(BENCH)
 

@@ -1,6 +1,6 @@
 """Makes a wheel carry the C decoder, built for each instruction set that kvferry/engine/native/build.py lists.
 
-Without a compiler the wheel is pure, and a machine builds the library on first use. An editable install never needs this.
+Without a compiler that can, the wheel is pure, and a machine builds the library on first use. An editable install never needs this.
 """
 
 import importlib.util
@@ -18,15 +18,19 @@ NATIVE = "kvferry/engine/native"
 
 class NativeBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+        build = self._build_module()
+        compiler = build.find_compiler()
         if version == "editable" or compiler is None or sys.platform != "linux" or os.uname().machine != "x86_64":
             return
-        build = self._build_module()
         self._scratch = tempfile.mkdtemp()
-        for level in build.LEVELS:
-            path = Path(self._scratch) / build.library_name(level)
-            build.compile_library(level, path, compiler)
-            build_data["force_include"][str(path)] = f"{NATIVE}/prebuilt/{path.name}"
+        paths = [Path(self._scratch) / build.library_name(level) for level in build.LEVELS]
+        try:
+            for level, path in zip(build.LEVELS, paths, strict=True):
+                build.compile_library(level, path, compiler)
+        except OSError as error:
+            self.app.display_warning(f"the wheel is pure: {error}")
+            return
+        build_data["force_include"].update({str(path): f"{NATIVE}/prebuilt/{path.name}" for path in paths})
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-linux_x86_64"
 

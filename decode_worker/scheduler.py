@@ -5,7 +5,8 @@ the service's. The states of a sequence:
 
     WAITING ──▶ FETCHING ──▶ RUNNING ──▶ ENDED          WAITING: has no slot, only tokens
        ▲ └─────────┼────────▶──┘            ▲           FETCHING: its slots are reserved, blocks arrive or are awaited
-       └───────────┴── preempted            │           RUNNING: takes part in steps
+       └───────────┴── preempted, or has    │           RUNNING: takes part in steps
+                       to begin anew        │
                         any state ──────────┘           ENDED: has nothing; the reason was said once
 
 Two sequences that want the same missing block: one fetches, the others wait and adopt what it sealed; when its fetch ends, for

@@ -25,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="kvferry: prefill and decode on separate pools.",
 )
-model_app = typer.Typer(no_args_is_help=True, help="The packaged model.")
+model_app = typer.Typer(no_args_is_help=True, help="Models: the packaged one, and GGUF files.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measurements. With --json, one object a line.")
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
@@ -43,7 +43,7 @@ Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
 KvTokens = Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens per pool; 0: from the memory there is.")]
 Weights = Annotated[
     Literal["float32", "float16", "int8", "auto"],
-    typer.Option("--weights", help="How weights are kept; auto is float16 where it loses next to nothing."),
+    typer.Option("--weights", help="How weights are kept; auto is float16, unless a weight does not fit."),
 ]
 Kv = Annotated[
     Literal["float32", "bfloat16"],
@@ -190,7 +190,7 @@ def bench_exact(
 ) -> None:
     """Token ids through the service against plain transformers, greedy, float32. Exit code 1 if they differ.
 
-    With other weights or KV than float32 it tells how many answers part, and where.
+    With other weights or KV than float32 it tells how many answers part, and where; with --url, say what the service has.
     """
     from loadtest.exact import compare_with_reference
 
@@ -208,7 +208,10 @@ def bench_exact(
 @bench_app.command("quality")
 def bench_quality(
     model: Model = None,
-    weights: Annotated[list[str] | None, typer.Option("--weights", help="A kind; may be given more than once.")] = None,
+    weights: Annotated[
+        list[Literal["float32", "float16", "int8"]] | None,
+        typer.Option("--weights", help="A kind; may be given more than once."),
+    ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
     as_json: Json = False,
 ) -> None:

@@ -21,7 +21,7 @@ from loadtest.contest import WORKLOADS, Outcome, Turn, Verdict, hold
 
 REMARKS = (
     "All computed on one thread, but for vllm-2-threads: vLLM with the two threads that it takes by itself on two cores.",
-    "llama.cpp keeps all sequences in one buffer, as when the targets were set; `-split`, its default, has one for each.",
+    "llama.cpp keeps all sequences in one buffer; `-split`, its default, has one for each.",
     "Of each workload the median step of a run, and of these the median over the rounds.",
 )
 

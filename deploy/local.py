@@ -22,7 +22,7 @@ import psutil
 from kvferry.config import home, read_section
 from kvferry.errors import ConfigurationError
 from kvferry.process import REFUSED_EXIT_CODE, make_secret
-from kvferry.shape import ModelShape, pool_tokens, read_shape
+from kvferry.shape import ModelShape, pool_tokens, read_checkpoint_shape
 
 MODULES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
 OWN_KEYS = {"model", "secret_file", "with_parent", "router", "name", "port", "grpc_port", "registry_port", "host"}
@@ -72,7 +72,7 @@ class LocalDeployment:
 
     def __init__(self, plan: LocalPlan, on_change: Callable[[Child], None] = lambda child: None):
         self.plan, self._on_change = plan, on_change
-        self.shape: ModelShape = read_shape(str(plan.model))
+        self.shape: ModelShape = read_checkpoint_shape(plan.model)
         num_workers = plan.num_prefill + plan.num_decode
         self.threads = max(_num_cores() // max(num_workers, 1), 1)
         available = psutil.virtual_memory().available

@@ -33,7 +33,7 @@ class _Config(BaseSettings):
     section: ClassVar[dict[str, Any]] = {}
 
     model: Path | None = None
-    """Hugging Face checkpoint directory; the packaged model if not given."""
+    """Hugging Face checkpoint directory or GGUF file; the packaged model if not given."""
     host: str = "127.0.0.1"
     """Address to listen at. Beyond loopback, TLS files are required."""
     secret_file: Path | None = None
@@ -107,7 +107,7 @@ class WorkerConfig(_Config):
     """Compute threads of the engine."""
     weights: str = Field("float32", pattern="^(float32|float16|int8|auto)$")
     """How weights are kept: float32; float16 at half the memory traffic; int8 at a quarter, with a loss (`kvferry bench quality`);
-    auto: float16 where it loses next to nothing. The same in the whole deployment."""
+    auto: float16, unless a weight does not fit into it. The same in the whole deployment."""
     kv: str = Field("float32", pattern="^(float32|bfloat16)$")
     """What the pool keeps and ships: float32, or bfloat16 at half the bytes. The same in the whole deployment."""
     step_target_s: float = Field(0.4, gt=0)

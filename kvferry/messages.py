@@ -41,7 +41,7 @@ class Sampling:
     """Over the tokens of the prompt, too."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
-    """Stop tokens cannot be drawn before."""
+    """Before, stop tokens cannot be drawn, and stop texts do not count."""
     stop_token_ids: tuple[int, ...] = ()
     """A choice ends with the first of these that it yields."""
     num_logprobs: int | None = None

@@ -60,15 +60,22 @@ def read_shape(model: str) -> ModelShape:
     """`model` is a named shape or a checkpoint directory. Raises ConfigurationError."""
     if model in SHAPES:
         return SHAPES[model]
-    path = Path(model) / "config.json"
-    if not path.is_file():
+    if not (Path(model) / "config.json").is_file():
         raise ConfigurationError(f"{model!r} is neither a checkpoint directory nor one of {', '.join(SHAPES)}")
+    return read_checkpoint_shape(Path(model))
+
+
+def read_checkpoint_shape(directory: Path) -> ModelShape:
+    """Raises ConfigurationError."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ConfigurationError(f"{path} is missing: --model takes a Hugging Face checkpoint directory or a GGUF file")
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
         text: dict[str, Any] = raw.get("text_config") or raw
         heads, hidden = _first(text, "num_attention_heads", "n_head"), _first(text, "hidden_size", "n_embd")
         return ModelShape(
-            name=Path(model).resolve().name,
+            name=directory.resolve().name,
             num_layers=_first(text, "num_hidden_layers", "n_layer"),
             hidden_size=hidden,
             intermediate_size=_first(text, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),

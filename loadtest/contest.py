@@ -24,6 +24,7 @@ class Duel:
     """Targets: the least ratio of ours to theirs, by workload. The others are shown without a verdict."""
 
 
+# Targets: what the engine is to reach at least, set by the project beforehand.
 _FLOAT16_TO_F16 = {
     "prefill_1024": 1.4,
     "decode_c128_b1": 0.95,

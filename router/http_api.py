@@ -32,7 +32,7 @@ from router.dispatcher import Dispatcher
 from router.live import Live, NumberedDelta, deltas_of, wait_all
 from router.metrics import RouterMetrics
 from router.openai_answer import DONE, AnswerShape, ChoiceShape, error_body, event, server_timing
-from router.openai_request import MAX_SCORES, Body, ChatBody, CompletionBody, parse_body
+from router.openai_request import Body, ChatBody, CompletionBody, parse_body
 from router.request import GenerationRequest
 from router.request_maker import RequestMaker, salt_of
 
@@ -79,8 +79,8 @@ class HttpApi:
             tokens = prompt if isinstance(prompt, list) else await self._maker.encode_text(prompt, "prompt")
             one = self._maker.make(tokens, body, limit, "prompt", _salt(request, body))
             made.append(replace(one, echo=self._echo(prompt) if body.echo else None, continues_prompt=True))
-        if sum(len(one.prompt_tokens) for one in made) * ((body.num_prompt_logprobs or -1) + 1) > MAX_SCORES:
-            raise InvalidRequest(f"prompt: more than {MAX_SCORES:,} log-probabilities: send fewer prompts", "prompt")
+        if body.num_prompt_logprobs is not None:
+            self._maker.check_scores(sum(len(one.prompt_tokens) for one in made), body, "prompt")
         return await self._answer(request, body, made)
 
     def _echo(self, prompt: str | list[int]) -> str:

@@ -58,7 +58,7 @@ NOT_OF_CHAT = {"echo": (None, False), "prompt": (None,)}
 NOT_OF_COMPLETIONS = {"top_logprobs": (None, 0), "max_completion_tokens": (None,), "messages": (None,)}
 """Fields that one of the routes alone has."""
 MAX_SCORES = 200_000
-"""Log-probabilities of prompts in one answer: places times those wanted at each."""
+"""Log-probabilities of prompts in one answer: places, times those wanted at each and one more, times choices."""
 
 PLACES = ("role", "content", "type", "text")
 """Names that may stand in the place of a fault within `messages`; a union's alternatives are named there too."""
@@ -264,7 +264,8 @@ def _refuse_unsupported(content: dict[str, Any], of_other_route: dict[str, tuple
     for name, harmless in (NOT_SUPPORTED | of_other_route).items():
         value = content.get(name)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless):
-            raise InvalidRequest(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
+            where = "a field of this route" if name in of_other_route else "supported by this server"
+            raise InvalidRequest(f"{name} is not {where}: leave it out", name, "unsupported_parameter")
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:

@@ -66,9 +66,9 @@ class RequestMaker:
                 f"{param} has {len(tokens)} tokens, the limit is {limit}: shorten it", param, "context_length_exceeded"
             )
         if max_tokens is not None and max_tokens > limit:
-            raise InvalidRequest(f"{limit_name} is {max_tokens}, the limit is {limit}", limit_name)
+            raise InvalidRequest(f"{limit_name} is {max_tokens}, the limit is {limit}: lower it", limit_name)
         if body.num_prompt_logprobs is not None:
-            self._check_scores(len(tokens) * (body.num_prompt_logprobs + 1) * (body.n or 1), param)
+            self.check_scores(len(tokens), body, param)
         left = limit + 1 - len(tokens)
         return GenerationRequest(
             prompt_tokens=tuple(tokens),
@@ -85,7 +85,7 @@ class RequestMaker:
         """`max_tokens` is what there is room for; `asked_tokens` what the client asked for."""
         min_tokens = body.min_tokens or 0
         if min_tokens > (max_tokens if asked_tokens is None else asked_tokens):
-            raise InvalidRequest(f"min_tokens is {min_tokens}, more than the answer may have", "min_tokens")
+            raise InvalidRequest(f"min_tokens is {min_tokens}, more than the answer may have: lower it", "min_tokens")
         self._check_ids(body.stop_token_ids or (), "stop_token_ids")
         self._check_ids([token for token, _ in body.biases], "logit_bias")
         end_ids = () if body.ignore_eos else self.text.eos_token_ids
@@ -111,7 +111,9 @@ class RequestMaker:
         )
 
     @staticmethod
-    def _check_scores(count: int, param: str) -> None:
+    def check_scores(num_tokens: int, body: Body, param: str) -> None:
+        """Raises InvalidRequest if an answer would have too many log-probabilities of so many prompt tokens."""
+        count = num_tokens * ((body.num_prompt_logprobs or 0) + 1) * (body.n or 1)
         if count > MAX_SCORES:
             raise InvalidRequest(
                 f"{param}: its log-probabilities would be {count:,} numbers, the limit is {MAX_SCORES:,}: shorten it, or ask "

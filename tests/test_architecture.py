@@ -1,4 +1,4 @@
-"""The rules of who may import whom, and what may never be on a wire (STYLE.md, rule 22)."""
+"""The rules of who may import whom, and what may never be on a wire."""
 
 import ast
 import subprocess

@@ -20,6 +20,7 @@ from kvferry.engine.native.decoder import NativeRunner
 from kvferry.engine.native.library import PARTS
 from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
 from kvferry.engine.roofline import Ceilings, measure_ceilings
+from kvferry.errors import ConfigurationError
 
 PREFILLS = (128, 1024)
 DECODES = tuple((context, batch) for context in (128, 1024) for batch in (1, 8, 16))
@@ -68,14 +69,19 @@ def measure(directory: Path, weights: str, kv: str, num_threads: int) -> Iterato
     engine = load_engine(
         directory, EngineSettings(kv_tokens=20 * 1024, num_threads=num_threads, weights=weights, kv=kv)
     )
+    longest = max(*PREFILLS, *(context + 1 for context, _ in DECODES))
+    if engine.identity.context_tokens < longest:
+        raise ConfigurationError(
+            f"the model's context is {engine.identity.context_tokens}, the workloads need {longest}"
+        )
     for length in PREFILLS:
-        plan = Plan(1, (_chunk(0, length, 0, 1),))
+        plan = Plan(1, (_chunk(engine, 0, length, 0, 1),))
         yield _figure(f"prefill_{length}", engine, plan, 3, ceilings)
     for context, batch in DECODES:
         per_sequence = -(-(context + 1) // engine.identity.block_size)
         for number in range(batch):
-            engine.runner.run(Plan(1, (_chunk(number, context, 0, 1 + number * per_sequence),)))
-        chunks = tuple(_chunk(number, 1, context, 1 + number * per_sequence) for number in range(batch))
+            engine.runner.run(Plan(1, (_chunk(engine, number, context, 0, 1 + number * per_sequence),)))
+        chunks = tuple(_chunk(engine, number, 1, context, 1 + number * per_sequence) for number in range(batch))
         yield _figure(f"decode_c{context}_b{batch}", engine, Plan(1, chunks), REPEATS, ceilings)
 
 
@@ -94,10 +100,10 @@ def _figure(workload: str, engine: Engine, plan: Plan, times: int, ceilings: Cei
     )
 
 
-def _chunk(number: int, length: int, start: int, first_slot: int, block_size: int = 16) -> Chunk:
+def _chunk(engine: Engine, number: int, length: int, start: int, first_slot: int) -> Chunk:
     rng = random.Random(f"{number} {start}")
-    tokens = tuple(rng.randrange(100, 49_000) for _ in range(length))
-    slots = tuple(range(first_slot, first_slot + -(-(start + length) // block_size)))
+    tokens = tuple(rng.randrange(engine.identity.vocabulary_size) for _ in range(length))
+    slots = tuple(range(first_slot, first_slot + -(-(start + length) // engine.identity.block_size)))
     return Chunk(number, tokens, start, slots, Draw(GREEDY))
 
 

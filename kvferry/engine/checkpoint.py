@@ -23,7 +23,7 @@ def read_config(directory: Path) -> PretrainedConfig:
     """transformers' configuration, defaults filled in. Raises ConfigurationError for what no engine here can run."""
     path = directory / "config.json"
     if not path.is_file():
-        raise ConfigurationError(f"{path} is missing: --model takes a Hugging Face checkpoint directory")
+        raise ConfigurationError(f"{path} is missing: --model takes a Hugging Face checkpoint directory or a GGUF file")
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
         kind = raw.get("model_type")
@@ -56,7 +56,7 @@ def _refuse_rope(path: Path, parameters: Any) -> None:
 
 
 class Tensors:
-    """The tensors of a checkpoint, by name, each taken at most once; views of the files' pages."""
+    """The tensors of a checkpoint, by name: views of the files' pages."""
 
     def __init__(self, directory: Path):
         self._directory = directory

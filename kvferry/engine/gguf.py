@@ -15,10 +15,6 @@ from kvferry.errors import ConfigurationError
 OnStep = Callable[[str, float], None]
 
 
-def _silent(what: str, share: float) -> None:
-    del what, share
-
-
 def gguf_of(model: Path) -> Path | None:
     """The GGUF file that `model` is or holds; None for a checkpoint directory. Raises ConfigurationError if there are several."""
     if model.is_file() and model.suffix == ".gguf":
@@ -39,7 +35,7 @@ def converted_directory(gguf: Path, home: Path) -> Path:
     return home / "models" / f"{gguf.stem}-{key}"
 
 
-def convert_gguf(gguf: Path, target: Path, on_step: OnStep = _silent) -> Path:
+def convert_gguf(gguf: Path, target: Path, on_step: OnStep) -> Path:
     """Returns `target`, made if it is not there. Raises ConfigurationError for what transformers cannot read."""
     if (target / "config.json").is_file():
         return target
@@ -48,8 +44,13 @@ def convert_gguf(gguf: Path, target: Path, on_step: OnStep = _silent) -> Path:
         made = Path(scratch) / "checkpoint"
         try:
             _write(gguf, made, on_step)
+        except OSError as error:
+            if error.errno is None:  # transformers' own: it has no number
+                raise ConfigurationError(f"{gguf}: transformers cannot read it: {error}") from error
+            raise ConfigurationError(f"{target.parent}: the checkpoint cannot be written: {error.strerror}") from error
         except Exception as error:  # transformers and gguf raise many kinds
-            raise ConfigurationError(f"{gguf}: transformers cannot read it: {error}") from error
+            message = f"{gguf}: transformers cannot read it: {error}; give a checkpoint directory instead"
+            raise ConfigurationError(message) from error
         try:
             os.rename(made, target)
         except OSError:

@@ -88,7 +88,9 @@ def load_engine(
         window=runner.window if isinstance(runner, NativeRunner) else 0,
     )
     kv_bytes = memory.format.block_bytes // settings.block_size
-    costs = StepCosts.of(config, tensors.num_weights(), shape.num_layers, shape.head_size, weights, kv_bytes)
+    costs = StepCosts.of(
+        config, tensors.num_weights(), shape.num_layers, shape.head_size, weights, kv_bytes, identity.window
+    )
     _warm_up(runner, num_slots, settings.block_size, min(identity.context_tokens, WARM_UP_TOKENS))
     return Engine(identity, memory, runner, num_slots, costs)
 

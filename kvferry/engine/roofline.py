@@ -12,7 +12,7 @@ from typing import Any
 
 from kvferry.engine.plan import Plan
 
-BYTES_PER_WEIGHT = {"float32": 4.0, "float16": 2.0, "int8": 1.0625, "bfloat16": 2.0}
+BYTES_PER_WEIGHT = {"float32": 4.0, "float16": 2.0, "int8": 1.0625}
 """int8 with a scale for each group of 64."""
 
 
@@ -44,16 +44,25 @@ class StepCosts:
     kv_bytes_per_token: float
     flops_per_key: float
     """Of attention: scores and values, for one row and one key, in all layers and heads."""
+    window: int = 0
+    """So many keys of a row are read at most; 0: all."""
 
     @staticmethod
     def of(
-        config: Any, num_weights: dict[str, int], num_layers: int, head_size: int, weights: str, kv_bytes: int
+        config: Any,
+        num_weights: dict[str, int],
+        num_layers: int,
+        head_size: int,
+        weights: str,
+        kv_bytes: int,
+        window: int = 0,
     ) -> "StepCosts":
         text = config.get_text_config(decoder=True)
         output = text.vocab_size * text.hidden_size
         experts = sum(count for name, count in num_weights.items() if ".experts." in name)
         others = sum(count for name, count in num_weights.items() if ".experts." not in name)
-        others -= sum(count for name, count in num_weights.items() if "embed" in name or "lm_head" in name)
+        tables = ("embed", "lm_head", "wte", "wpe")
+        others -= sum(count for name, count in num_weights.items() if any(table in name for table in tables))
         num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
         share = min((getattr(text, "num_experts_per_tok", None) or num_experts) / num_experts, 1.0)
         return StepCosts(
@@ -62,6 +71,7 @@ class StepCosts:
             bytes_per_weight=BYTES_PER_WEIGHT[weights],
             kv_bytes_per_token=kv_bytes,
             flops_per_key=4.0 * num_layers * text.num_attention_heads * head_size,
+            window=window,
         )
 
     def of_plan(self, plan: Plan) -> Work:
@@ -70,8 +80,9 @@ class StepCosts:
             length = len(chunk.tokens)
             rows += length
             num_logits += (chunk.draw is not None) + (len(chunk.scoring.targets) if chunk.scoring else 0)
-            keys += length * chunk.start + length * (length + 1) // 2
-            context += chunk.start + length
+            all_keys, end = length * chunk.start + length * (length + 1) // 2, chunk.start + length
+            keys += min(all_keys, length * self.window) if self.window else all_keys
+            context += min(end, self.window + length) if self.window else end
         flops = 2 * (self.num_projection_weights * rows + self.num_output_weights * num_logits)
         weights = self.num_projection_weights + (self.num_output_weights if num_logits else 0)
         return Work(

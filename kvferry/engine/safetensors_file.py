@@ -57,7 +57,8 @@ class SafetensorsFile:
             raise ConfigurationError(f"{self.path}: tensor {name} has the unknown type {entry['dtype']}")
         begin, end = (self._begin + offset for offset in entry["data_offsets"])
         if begin % dtype.itemsize:  # an odd writer's file: a view must be aligned
-            return torch.tensor(list(self._storage[begin:end]), dtype=torch.uint8).view(dtype).view(entry["shape"])
+            raw = torch.empty(0, dtype=torch.uint8).set_(self._storage, begin, (end - begin,)).clone()
+            return raw.view(dtype).view(entry["shape"])
         shape = torch.Size(entry["shape"])
         strides = torch.empty(shape, device="meta").stride()
         return torch.empty(0, dtype=dtype).set_(self._storage, begin // dtype.itemsize, shape, strides)

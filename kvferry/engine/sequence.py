@@ -62,10 +62,6 @@ class Sequence:
         assert self._hold is not None, "the sequence has not started"
         return self._hold
 
-    @property
-    def has_started(self) -> bool:
-        return self._hold is not None
-
     def start(self, num_tokens: int, max_adopted: int, num_skipped: int = 0) -> int:
         """Adopts sealed blocks before block `max_adopted` and reserves slots for the rest of `num_tokens`, in one piece.
 

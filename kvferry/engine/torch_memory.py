@@ -12,7 +12,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TorchMemory:
-    """`num_slots` slots besides the padding slot 0. On the CPU the pages are only taken when they are written."""
+    """`num_slots` slots besides the padding slot 0. Pages are only taken when they are written."""
 
     def __init__(
         self,

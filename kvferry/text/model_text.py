@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvferry.errors import ConfigurationError, InvalidRequest
-from kvferry.shape import read_shape
+from kvferry.shape import read_checkpoint_shape
 from kvferry.text.decoding import ByteLevelStream, TextStream, TokenBytes, WindowStream
 from kvferry.text.template import ChatTemplate
 
@@ -35,7 +35,7 @@ class ModelText:
         self._tokenizer = Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        shape = read_shape(str(directory))
+        shape = read_checkpoint_shape(directory)
         self.sizes = TextSizes(shape.vocabulary_size, shape.context_tokens)
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         if size > self.sizes.vocabulary_size:

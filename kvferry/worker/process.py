@@ -15,7 +15,7 @@ from kvferry.engine.roofline import measure_ceilings
 from kvferry.engine.unpack import make_model
 from kvferry.process import read_secret, read_tls, say_state
 from kvferry.rpc.links import GrpcDialer, add_decode_service, add_fetch_service, bind, new_server
-from kvferry.shape import pool_tokens, read_shape
+from kvferry.shape import pool_tokens, read_checkpoint_shape
 from kvferry.streams import Dialer
 from kvferry.worker.loop import Executor, ThreadExecutor
 from kvferry.worker.settings import WorkerSettings
@@ -27,7 +27,7 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     secret, tls = read_secret(config.secret_file), read_tls(config)
     say_state("loading", share=0.0)
     directory = await asyncio.to_thread(make_model, config.model, home())
-    available, shape = psutil.virtual_memory().available, read_shape(str(directory))
+    available, shape = psutil.virtual_memory().available, read_checkpoint_shape(directory)
     engine_settings = EngineSettings(
         kv_tokens=config.kv_tokens or pool_tokens(shape, available, num_pools=2, dtype=config.kv),
         block_size=config.block_size,

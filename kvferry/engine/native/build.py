@@ -5,6 +5,7 @@ Standard library only: kvferry/engine/native/library.py builds on first use, hat
 
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ def compile_library(level: Level, target: Path, compiler: str) -> None:
         if run.returncode != 0:
             raise OSError(f"{compiler} failed: {run.stderr.strip()[:300]}")
         os.rename(made, target)
+
+
+def find_compiler() -> str | None:
+    return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
 
 
 def library_name(level: Level, compiler: str = "") -> str:

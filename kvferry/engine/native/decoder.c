@@ -1,9 +1,9 @@
-// A step of a decoder of the Llama family over the paged pool, in one call: projections, norms, rotary positions, attention.
+// A step of a decoder of the Llama family over the paged pool: projections, norms, rotary positions, attention, output layer.
 //
 // Every sum runs in an order that depends on positions and sizes alone: a projection's along its inner dimension, a norm's over
 // lanes, an attention's over aligned groups of keys. So a row's bits do not depend on who shares the step, on how a
 // prompt was cut, or on the number of threads, which only share out whole output panels and whole (row, head) pairs.
-// Called by kvferry/engine/native/library.py alone. Knows nothing of sequences, pools or sampling.
+// Loaded by kvferry/engine/native/library.py. Knows nothing of sequences, pools or sampling.
 
 #include "vectors.h"
 #include "weights.h"

@@ -1,7 +1,7 @@
-"""A decoder of the Llama family whose whole step is one call of `decoder.c`: weights packed once at loading, activations float32.
+"""A decoder of the Llama family whose step is two calls of `decoder.c`: all layers, then the output layer for the rows that want it.
 
-The same bits for a row whatever the batch, the cut of its prompt or the number of threads, for every kind of weights. Knows nothing
-of sequences or scheduling.
+Weights are packed once at loading, activations are float32. The same bits for a row whatever the batch, the cut of its prompt or the
+number of threads, for every kind of weights. Knows nothing of sequences or scheduling.
 """
 
 import ctypes

@@ -7,14 +7,12 @@ through torch instead. ctypes gives up the interpreter's lock for the whole step
 
 import ctypes
 import logging
-import os
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 
 from kvferry.config import home
-from kvferry.engine.native.build import FOLDER, LEVELS, Level, compile_library, library_name
+from kvferry.engine.native.build import FOLDER, LEVELS, Level, compile_library, find_compiler, library_name
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ class Library:
     def __init__(self, path: Path, level: str):
         self.level = level
         self.key = path.stem.removeprefix("decoder-")
-        """With a hash of sources, flags and compiler: what decides its bits."""
+        """Instruction set, and a hash of sources, flags and (in a checkout) compiler: what decides its bits."""
         library = ctypes.CDLL(str(path))
         self.forward = library.forward
         self.forward.argtypes, self.forward.restype = [ctypes.POINTER(Model), ctypes.POINTER(Batch)], None
@@ -84,12 +82,14 @@ def load_library(only: str = "") -> Library | None:
     found = processor_levels()
     level = next((level for level in found if level.name == only or not only), None)
     if level is None:
-        logger.warning("the processor has no AVX2: models run through torch, which is slower")
+        logger.warning(
+            "the processor is none of x86-64 with AVX2, FMA, F16C and BMI2: models run through torch, which is slower"
+        )
         return None
     try:
         return Library(_prebuilt(level) or _built(level), level.name)
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("the C decoder cannot be built (%s): models run through torch, which is slower", error)
+        logger.warning("the C decoder cannot be had (%s): models run through torch, which is slower", error)
         return None
 
 
@@ -111,7 +111,7 @@ def _prebuilt(level: Level) -> Path | None:
 
 def _built(level: Level) -> Path:
     """The library's file, compiled if it is not there (a few seconds)."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    compiler = find_compiler()
     if compiler is None:
         raise OSError("there is no C compiler")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout

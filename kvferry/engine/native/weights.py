@@ -104,7 +104,9 @@ class PackedWeights:
             lowest, highest = (float(bound) for bound in piece.aminmax()) if piece.numel() else (0.0, 0.0)
             largest = max(-lowest, highest)
             if not math.isfinite(largest):
-                raise ConfigurationError(f"tensor {name}.weight has values that are not finite")
+                raise ConfigurationError(
+                    f"tensor {name}.weight has values that are not finite: the checkpoint is damaged"
+                )
             if self._kind == "float16" and largest > LARGEST_FLOAT16:
                 raise BeyondFloat16(
                     f"weights float16: tensor {name}.weight has values beyond {LARGEST_FLOAT16:g}: use float32"
