@@ -209,8 +209,7 @@ def bench_exact(
 def bench_quality(
     model: Model = None,
     weights: Annotated[
-        list[Literal["float32", "float16", "int8"]] | None,
-        typer.Option("--weights", help="A kind; may be given more than once."),
+        list[str] | None, typer.Option("--weights", help="float32, float16 or int8; may be given more than once.")
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
     as_json: Json = False,

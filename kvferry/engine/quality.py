@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.engine.checkpoint import read_config
-from kvferry.engine.load import EngineSettings, load_engine
+from kvferry.engine.load import WEIGHTS, EngineSettings, load_engine
 from kvferry.engine.modules_shape import modules_shape
 from kvferry.engine.plan import Chunk
-from kvferry.errors import EngineFailure
+from kvferry.errors import ConfigurationError, EngineFailure
 from kvferry.text.model_text import ModelText
 
 REFERENCE = "float32"
@@ -85,8 +85,11 @@ def measure_quality(
 ) -> Iterator[Quality]:
     """float32 first, asked for or not, then each of `kinds`; over `tokens`, or else over our text.
 
-    Raises ConfigurationError for an unknown kind, and where the C decoder cannot be had.
+    Raises ConfigurationError for an unknown kind, and for one that this model or machine cannot have.
     """
+    for kind in kinds:
+        if kind not in WEIGHTS:
+            raise ConfigurationError(f"weights {kind!r}: choose one of {', '.join(WEIGHTS)}")
     if tokens is None:
         tokens = ModelText(directory).encode(quality_text())
     window_tokens = min(WINDOW_TOKENS, modules_shape(directory, read_config(directory)).context_tokens)

@@ -53,3 +53,21 @@ def test_a_configuration_file_that_says_what_up_sets_itself_is_refused(tmp_path)
     run = kvferry("up", "--model", str(tmp_path), "--config", str(path))
     assert run.returncode == 2
     assert "decode.name" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("up",),
+        ("run",),
+        ("size",),
+        ("model", "unpack"),
+        *(("bench", name) for name in ("load", "exact", "engine", "quality", "peers")),
+    ],
+)
+def test_every_command_describes_itself(command):
+    run = subprocess.run(
+        [sys.executable, "-m", "deploy", *command, "--help"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "Usage" in run.stdout
