@@ -57,7 +57,7 @@ class SafetensorsFile:
             raise ConfigurationError(f"{self.path}: tensor {name} has the unknown type {entry['dtype']}")
         begin, end = (self._begin + offset for offset in entry["data_offsets"])
         if begin % dtype.itemsize:  # an odd writer's file: a view must be aligned
-            raw = torch.empty(0, dtype=torch.uint8).set_(self._storage, begin, (end - begin,)).clone()
+            raw = torch.empty(0, dtype=torch.uint8).set_(self._storage, begin, (end - begin,), (1,)).clone()
             return raw.view(dtype).view(entry["shape"])
         shape = torch.Size(entry["shape"])
         strides = torch.empty(shape, device="meta").stride()
