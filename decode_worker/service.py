@@ -285,6 +285,7 @@ class DecodeService:
             num_fetched_blocks=num_blocks,
             fetched_bytes=sum(report.num_bytes for report in with_blocks),
             source_worker_id=with_blocks[-1].source.worker_id if with_blocks else "",
+            road=with_blocks[-1].road if with_blocks else "",
         )
 
     # --------------------------------------------------------------------------------------------------------- fetching

@@ -9,7 +9,6 @@ from kvferry.streams import Dialer, Stream
 from kvferry.worker.body import WorkerBody
 from kvferry.worker.loop import Executor
 from kvferry.worker.settings import WorkerSettings
-from kvferry.worker.source import BlockSource, SourceIdentity
 
 
 class DecodeWorker:
@@ -25,8 +24,7 @@ class DecodeWorker:
         self._service = DecodeService(
             identity, self._scheduler, self.loop, body.pool, body.reader, body.counters, settings.silence_s
         )
-        pair = SourceIdentity(identity.model_id, identity.fidelity, identity.context_tokens)
-        self._source = BlockSource(pair, body.pool, engine.memory, self.loop, body.counters)
+        self._source = body.source_for(self.loop)
 
     async def serve_attach(self, stream: Stream[DecodeMessage, RouterMessage]) -> None:
         await self._service.serve_attach(stream)

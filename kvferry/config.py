@@ -110,6 +110,14 @@ class WorkerConfig(_Config):
     auto: float16, unless a weight does not fit into it. The same in the whole deployment."""
     kv: str = Field("float32", pattern="^(float32|bfloat16)$")
     """What the pool keeps and ships: float32, or bfloat16 at half the bytes. The same in the whole deployment."""
+    transport: str = "auto"
+    """How blocks go to other workers and come from them: shm, ray, grpc or inproc alone, or auto: the best that both ends have."""
+    fetch_queued_s: float = Field(60.0, gt=0)
+    """A source may let a fetch wait for so long."""
+    fetch_computing_s: float = Field(30.0, gt=0)
+    """A source may compute for a fetch for so long without a new step or block."""
+    fetch_sending_s: float = Field(10.0, gt=0)
+    """A source that has the blocks may send none for so long."""
     step_target_s: float = Field(0.4, gt=0)
     """The time that catching up (chunks, tails) may take of one step."""
     max_step_tokens: int = Field(2048, ge=16)

@@ -87,8 +87,12 @@ class FetchFailed(ElsewhereError):
         self.kind = kind
 
 
+class RoadFailed(ElsewhereError):
+    """A road between two workers cannot be taken, or broke: another one may work."""
+
+
 class BadFrame(ElsewhereError):
-    """`kind` says which check failed: truncated, header, version, layout, shape, identity, order, digest."""
+    """`kind` says which check failed: truncated, header, version, layout, shape, identity, order, place, digest."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(message)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Role(Enum):
@@ -170,6 +170,8 @@ class StartReport:
     num_fetched_blocks: int = 0
     fetched_bytes: int = 0
     source_worker_id: str = ""
+    road: str = ""
+    """The last one that blocks came over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,15 +214,43 @@ class FetchOpen:
     priority: int = 0
     time_left_s: float | None = None
     holders: tuple[Source, ...] = ()
+    road: str = ""
+    """One of those that the source offered when the two met."""
+    ticket: bytes = b""
+    """Names the fetch on a road that leaves the stream: random bytes of the reader."""
+    incarnation: str = ""
+    """The life of the source that the reader has met."""
+    warm: bool = False
+    """No frames: the source computes what is missing, for a reader that has no room yet."""
     protocol_version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class FetchAck:
+    """The reader has copied and checked a frame: the source may give up its references."""
+
     frame_number: int
 
 
-FetchUp = FetchOpen | FetchAck
+@dataclass(frozen=True, slots=True)
+class FetchMeet:
+    """The first message of a meeting: which roads does the source offer?"""
+
+    model_id: str
+    fidelity: str
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class FetchProbe:
+    """Within a meeting: one frame of the first slots, whatever they hold, over this road."""
+
+    road: str
+    ticket: bytes
+    num_blocks: int
+
+
+FetchUp = FetchOpen | FetchAck | FetchMeet | FetchProbe
 
 
 class FetchState(Enum):
@@ -238,11 +268,15 @@ class FetchProgress:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Some consecutive whole blocks; see kvferry/kv/frame.py for header and payload."""
+    """Some consecutive whole blocks; see kvferry/kv/frame.py for the header.
+
+    Their bytes are the payload (in pieces at the source), or, where the road leaves the stream, at a place it understands.
+    """
 
     frame_number: int
     header: bytes
-    payload: bytes | memoryview
+    payload: bytes | memoryview | tuple[memoryview, ...] = b""
+    place: bytes = b""
 
 
 class FetchEndReason(Enum):
@@ -253,6 +287,7 @@ class FetchEndReason(Enum):
     DEADLINE = "deadline"
     ENGINE_ERROR = "engine_error"
     SHUTDOWN = "shutdown"
+    STRANGER = "stranger"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +297,22 @@ class FetchEnd:
     detail: str = ""
 
 
-FetchDown = FetchProgress | Frame | FetchEnd
+@dataclass(frozen=True, slots=True)
+class RoadOffer:
+    road: str
+    detail: bytes
+    """What a reader must know to take it; the road's own encoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOffers:
+    """The answer to a meeting: best first."""
+
+    incarnation: str
+    offers: tuple[RoadOffer, ...]
+
+
+FetchDown = FetchProgress | Frame | FetchEnd | FetchOffers
 
 
 class FetchFailureKind(Enum):
@@ -275,6 +325,14 @@ class FetchFailureKind(Enum):
     MISSING = "missing"
     REFUSED = "refused"
     SOURCE_ERROR = "source_error"
+    ROAD = "road"
+    """No road between the two works."""
+    QUEUED = "queued"
+    """It waited at the source for longer than its budget."""
+    COMPUTING = "computing"
+    """The source computed without getting anywhere."""
+    SENDING = "sending"
+    """The source had the blocks and did not send them."""
 
 
 # ---------------------------------------------------------------------------------------------------------- registry

@@ -7,7 +7,6 @@ from kvferry.streams import Dialer, Stream
 from kvferry.worker.body import WorkerBody
 from kvferry.worker.loop import Executor
 from kvferry.worker.settings import WorkerSettings
-from kvferry.worker.source import BlockSource, SourceIdentity
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
 
@@ -20,8 +19,7 @@ class PrefillWorker:
         self._scheduler = PrefillScheduler(body.pool, identity.block_size, budget)
         self.loop = body.loop_for(self._scheduler)
         self._service = PrefillService(identity, self._scheduler, self.loop, body.reader)
-        pair = SourceIdentity(identity.model_id, identity.fidelity, identity.context_tokens)
-        self._source = BlockSource(pair, body.pool, engine.memory, self.loop, body.counters, self._service)
+        self._source = body.source_for(self.loop, self._service)
 
     async def serve_fetch(self, stream: Stream[FetchDown, FetchUp]) -> None:
         await self._source.serve_fetch(stream)

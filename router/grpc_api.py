@@ -195,6 +195,7 @@ def _summary(summary: Summary) -> generation_pb2.Summary:
         num_attempts=summary.num_attempts,
         decode_worker_id=summary.decode_worker_id,
         source_worker_id=summary.source_worker_id,
+        road=summary.road,
         instants_us={name: max(int(seconds * 1e6), 0) for name, seconds in summary.instants_s.items()},
         seed=summary.seed,
     )

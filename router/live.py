@@ -132,6 +132,7 @@ class Live:
             num_attempts=self.journal.attempt,
             decode_worker_id=self.decode_id,
             source_worker_id=report.source_worker_id,
+            road=report.road,
             instants_s=dict(self.instants_s),
             seed=self.request.sampling.seed,
         )

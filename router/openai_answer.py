@@ -38,6 +38,7 @@ def numbers_of(summary: Summary) -> dict[str, Any]:
         "instants_ms": {name: round(seconds * 1e3, 3) for name, seconds in summary.instants_s.items()},
         "decode_worker": summary.decode_worker_id,
         "source_worker": summary.source_worker_id or None,
+        "road": summary.road or None,
         "fetched_blocks": summary.num_fetched_blocks,
         "fetched_bytes": summary.fetched_bytes,
         "attempts": summary.num_attempts,

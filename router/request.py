@@ -33,5 +33,6 @@ class Summary:
     num_attempts: int
     decode_worker_id: str
     source_worker_id: str
+    road: str
     instants_s: dict[str, float]
     seed: int

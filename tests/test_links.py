@@ -32,8 +32,13 @@ MICRO = st.none() | st.integers(0, 10**9).map(lambda us: us / 1e6)
 CASES = {
     "fetch_up": st.builds(m.FetchAck, U32)
     | st.builds(m.FetchOpen, st.text(max_size=9), st.text(max_size=9), TOKENS, U32, st.binary(max_size=9), st.booleans(),
-                st.integers(-9, 9), SECONDS, SOURCES, U32),
-    "fetch_down": st.builds(m.Frame, U32, st.binary(max_size=9), st.binary(max_size=9))
+                st.integers(-9, 9), SECONDS, SOURCES, st.text(max_size=5), st.binary(max_size=9), st.text(max_size=5),
+                st.booleans(), U32)
+    | st.builds(m.FetchMeet, st.text(max_size=9), st.text(max_size=9), U32)
+    | st.builds(m.FetchProbe, st.text(max_size=5), st.binary(max_size=9), U32),
+    "fetch_down": st.builds(m.Frame, U32, st.binary(max_size=9), st.binary(max_size=9), st.binary(max_size=9))
+    | st.builds(m.FetchOffers, st.text(max_size=5), st.lists(st.builds(m.RoadOffer, st.text(max_size=5), st.binary(max_size=9)),
+                                                            max_size=3).map(tuple))
     | st.builds(m.FetchEnd, st.sampled_from(m.FetchEndReason), U32, st.text(max_size=9))
     | st.builds(m.FetchProgress, U64, st.sampled_from(m.FetchState), U32),
     "router_message": st.just(m.Beat())
@@ -45,7 +50,7 @@ CASES = {
                                                    max_size=3).map(tuple),
                 st.lists(st.builds(m.PromptLogprobs, U64, U32, U32, LOGPROBS), max_size=2).map(tuple),
                 st.lists(st.builds(m.StartReport, U64, U32, MICRO, MICRO, MICRO, MICRO, MICRO, U32, U32, U32, U32, U32, U64,
-                                   st.text(max_size=5)), max_size=2).map(tuple),
+                                   st.text(max_size=5), st.text(max_size=5)), max_size=2).map(tuple),
                 st.lists(st.builds(m.ChoiceEnd, U64, U32, U32, st.sampled_from(m.ChoiceEndReason), st.text(max_size=5),
                                    st.lists(st.text(max_size=4), max_size=2).map(tuple)), max_size=2).map(tuple)),
     "join_up": st.builds(m.WorkerDescription, *[st.text(max_size=5)] * 2, st.sampled_from(m.Role), *[st.text(max_size=5)] * 4,

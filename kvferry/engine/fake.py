@@ -22,6 +22,7 @@ class BytesMemory:
         size = KV_BYTES * block_size
         self.format = BlockFormat("uint8", (1, 1, 1, block_size, KV_BYTES), block_size, size)
         self._bytes = memoryview(bytearray([fill]) * ((num_slots + 1) * size))
+        self.shared_pages = None
 
     def view(self, slot: int) -> memoryview:
         size = self.format.block_bytes

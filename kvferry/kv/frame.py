@@ -1,8 +1,9 @@
 """Frames: whole blocks on the wire, self-describing, and believed only after every check.
 
-A frame is a msgpack header (version, layout, dtype, shape, token range, ids, digests) and the blocks' raw bytes, one after the
-other. A digest is xxh3-128 over the block's id and bytes: content and identity in one. A reader unpacks a frame with what it
-expects; anything else raises `BadFrame`, whose `kind` is counted. No pickle; the header is bounded before it is parsed.
+A frame is a msgpack header (version, layout, dtype, shape, token range, ids, digests) and the blocks' raw bytes, which come over a
+road. A digest is xxh3-128 over the block's id and bytes: content and identity in one. A reader unpacks a header with what it
+expects, and checks the digests over its own copies; anything else raises `BadFrame`, whose `kind` is counted. No pickle; the header
+is bounded before it is parsed.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ from kvferry.kv.memory import BlockFormat
 
 FRAME_VERSION = 1
 MAX_HEADER_BYTES = 64 * 1024
+MAX_BLOCKS = 1024
+"""In one frame, so that the header stays within its bound."""
+PROBE_IDS = (bytes(16),) * MAX_BLOCKS
+"""Ids and digests in the frame of a probe: its blocks are whatever some slots hold, and nobody keeps them."""
 FIELDS: tuple[str, ...] = ("version", "layout", "dtype", "shape", "first_token", "num_tokens", "ids", "digests")
 
 
@@ -29,12 +34,11 @@ def block_digest(block_id: bytes, block: bytes | memoryview) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class FrameBlock:
-    """One block of a checked header: its place in the chain, its bytes within the payload, its digest to be checked."""
+    """One block of a checked header: its place in the chain, its id, and the digest that the reader's copy must have."""
 
     position: int
     block_id: bytes
     digest: bytes
-    data: memoryview
 
 
 def pack_header(
@@ -58,22 +62,12 @@ def pack_header(
     return header
 
 
-def pack_frame(
-    block_format: BlockFormat, first_block: int, block_ids: Sequence[bytes], blocks: Sequence[memoryview]
-) -> tuple[bytes, bytes]:
-    """Header and payload. The blocks are copied, so that they may be released afterwards."""
-    payload = b"".join(blocks)
-    size, view = block_format.block_bytes, memoryview(payload)
-    digests = [block_digest(id_, view[k * size : (k + 1) * size]) for k, id_ in enumerate(block_ids)]
-    return pack_header(block_format, first_block, block_ids, digests), payload
-
-
-def unpack_frame(
-    header: bytes, payload: bytes | memoryview, block_format: BlockFormat, first_block: int, chain_ids: Sequence[bytes]
+def unpack_header(
+    header: bytes, block_format: BlockFormat, first_block: int, chain_ids: Sequence[bytes]
 ) -> list[FrameBlock]:
-    """Checks everything but the digests: `first_block` is the next block expected, `chain_ids` the whole chain's ids.
+    """The blocks that a frame says it has, if they are the next ones of the chain: `first_block` is expected next.
 
-    The digest is checked by `check_block` over the reader's own copy.
+    Their bytes come over a road (kvferry/kv/road.py) and are believed by `check_block`.
     """
     fields = _parse(header)
     if fields["version"] != FRAME_VERSION:
@@ -94,15 +88,7 @@ def unpack_frame(
         raise BadFrame("order", f"frame begins at token {fields['first_token']}, expected {first_block * size}")
     if list(ids) != list(chain_ids[first_block : first_block + len(ids)]):
         raise BadFrame("identity", f"frame names other blocks than those asked for at block {first_block}")
-    view = memoryview(payload).cast("B")
-    if len(view) != len(ids) * block_format.block_bytes:
-        raise BadFrame("truncated", f"payload of {len(view)} bytes, expected {len(ids) * block_format.block_bytes}")
-    return [
-        FrameBlock(
-            first_block + k, ids[k], digests[k], view[k * block_format.block_bytes : (k + 1) * block_format.block_bytes]
-        )
-        for k in range(len(ids))
-    ]
+    return [FrameBlock(first_block + k, ids[k], digests[k]) for k in range(len(ids))]
 
 
 def check_block(block: FrameBlock, copy: memoryview) -> None:

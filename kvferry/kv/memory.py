@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.kv.shared_pages import SharedPages
+
 CANONICAL_LAYOUT = "layer.k:head.dim.token.v:head.token.dim"
 """Keys are kept with their tokens side by side, values with their dims, so that neither is transposed for attention."""
 
@@ -26,6 +28,11 @@ class BlockMemory(Protocol):
 
     @property
     def format(self) -> BlockFormat: ...
+
+    @property
+    def shared_pages(self) -> SharedPages | None:
+        """Where the slots lie, from slot 0 on, if other processes may map it."""
+        ...
 
     def view(self, slot: int) -> memoryview:
         """The slot's bytes, writable, flat, without a copy. The caller holds a reference, or fills the slot."""

@@ -57,6 +57,14 @@ def _sources_from_wire(sources: Iterable[common_pb2.Source]) -> tuple[m.Source, 
 def fetch_up_to_wire(value: m.FetchUp) -> fetch_pb2.FetchRequest:
     if isinstance(value, m.FetchAck):
         return fetch_pb2.FetchRequest(ack=fetch_pb2.FetchAck(frame_number=value.frame_number))
+    if isinstance(value, m.FetchMeet):
+        meet = fetch_pb2.FetchMeet(
+            protocol_version=value.protocol_version, model_id=value.model_id, fidelity=value.fidelity
+        )
+        return fetch_pb2.FetchRequest(meet=meet)
+    if isinstance(value, m.FetchProbe):
+        probe = fetch_pb2.FetchProbe(road=value.road, ticket=value.ticket, num_blocks=value.num_blocks)
+        return fetch_pb2.FetchRequest(probe=probe)
     opening = fetch_pb2.FetchOpen(
         protocol_version=value.protocol_version,
         model_id=value.model_id,
@@ -68,13 +76,22 @@ def fetch_up_to_wire(value: m.FetchUp) -> fetch_pb2.FetchRequest:
         priority=value.priority,
         time_left_ms=_ms(value.time_left_s),
         holders=_sources_to_wire(value.holders),
+        road=value.road,
+        ticket=value.ticket,
+        incarnation=value.incarnation,
+        warm=value.warm,
     )
     return fetch_pb2.FetchRequest(open=opening)
 
 
 def fetch_up_from_wire(wire: fetch_pb2.FetchRequest) -> m.FetchUp:
-    if _one_of(wire) == "ack":
+    name = _one_of(wire)
+    if name == "ack":
         return m.FetchAck(wire.ack.frame_number)
+    if name == "meet":
+        return m.FetchMeet(wire.meet.model_id, wire.meet.fidelity, wire.meet.protocol_version)
+    if name == "probe":
+        return m.FetchProbe(wire.probe.road, wire.probe.ticket, wire.probe.num_blocks)
     opening = wire.open
     return m.FetchOpen(
         model_id=opening.model_id,
@@ -86,18 +103,29 @@ def fetch_up_from_wire(wire: fetch_pb2.FetchRequest) -> m.FetchUp:
         priority=opening.priority,
         time_left_s=_seconds(opening.time_left_ms),
         holders=_sources_from_wire(opening.holders),
+        road=opening.road,
+        ticket=opening.ticket,
+        incarnation=opening.incarnation,
+        warm=opening.warm,
         protocol_version=opening.protocol_version,
     )
 
 
 def fetch_down_to_wire(value: m.FetchDown) -> fetch_pb2.FetchResponse:
+    """A frame with a payload goes through kvferry/rpc/frame_wire.py, which copies its blocks once."""
     if isinstance(value, m.Frame):
-        frame = fetch_pb2.Frame(frame_number=value.frame_number, header=value.header, payload=bytes(value.payload))
+        payload = value.payload if isinstance(value.payload, tuple) else (value.payload,)
+        frame = fetch_pb2.Frame(
+            frame_number=value.frame_number, header=value.header, payload=b"".join(payload), place=value.place
+        )
         return fetch_pb2.FetchResponse(frame=frame)
     if isinstance(value, m.FetchEnd):
         reason: Any = _enum_to_wire("FETCH_END_REASON", value.reason)
         end = fetch_pb2.FetchEnd(reason=reason, first_missing_block=value.first_missing_block, detail=value.detail)
         return fetch_pb2.FetchResponse(end=end)
+    if isinstance(value, m.FetchOffers):
+        offers = [fetch_pb2.RoadOffer(road=offer.road, detail=offer.detail) for offer in value.offers]
+        return fetch_pb2.FetchResponse(offers=fetch_pb2.FetchOffers(incarnation=value.incarnation, offers=offers))
     state: Any = _enum_to_wire("FETCH_STATE", value.state)
     progress = fetch_pb2.FetchProgress(step=value.step, state=state, num_sealed_blocks=value.num_sealed_blocks)
     return fetch_pb2.FetchResponse(progress=progress)
@@ -106,10 +134,13 @@ def fetch_down_to_wire(value: m.FetchDown) -> fetch_pb2.FetchResponse:
 def fetch_down_from_wire(wire: fetch_pb2.FetchResponse) -> m.FetchDown:
     name = _one_of(wire)
     if name == "frame":
-        return m.Frame(wire.frame.frame_number, wire.frame.header, wire.frame.payload)
+        return m.Frame(wire.frame.frame_number, wire.frame.header, wire.frame.payload, wire.frame.place)
     if name == "end":
         reason = _enum_from_wire(m.FetchEndReason, "FETCH_END_REASON", fetch_pb2.FetchEndReason, wire.end.reason)
         return m.FetchEnd(reason, wire.end.first_missing_block, wire.end.detail)
+    if name == "offers":
+        offers = tuple(m.RoadOffer(offer.road, offer.detail) for offer in wire.offers.offers)
+        return m.FetchOffers(wire.offers.incarnation, offers)
     state = _enum_from_wire(m.FetchState, "FETCH_STATE", fetch_pb2.FetchState, wire.progress.state)
     return m.FetchProgress(wire.progress.step, state, wire.progress.num_sealed_blocks)
 
@@ -228,7 +259,10 @@ COUNTS = (
 
 def _start_to_wire(value: m.StartReport) -> decode_pb2.StartReport:
     wire = decode_pb2.StartReport(
-        request_number=value.number, attempt=value.attempt, source_worker_id=value.source_worker_id
+        request_number=value.number,
+        attempt=value.attempt,
+        source_worker_id=value.source_worker_id,
+        road=value.road,
     )
     for name in INSTANTS:
         seconds = getattr(value, f"{name}_s")
@@ -247,7 +281,12 @@ def _start_from_wire(wire: decode_pb2.StartReport) -> m.StartReport:
     }
     counts: dict[str, Any] = {name: getattr(wire, name) for name in COUNTS}
     return m.StartReport(
-        wire.request_number, wire.attempt, source_worker_id=wire.source_worker_id, **instants, **counts
+        wire.request_number,
+        wire.attempt,
+        source_worker_id=wire.source_worker_id,
+        road=wire.road,
+        **instants,
+        **counts,
     )
 
 

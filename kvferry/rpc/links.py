@@ -16,8 +16,8 @@ import grpc
 from grpc import aio
 
 from kvferry.errors import ConfigurationError, InvalidRequest
-from kvferry.rpc import converter
-from kvferry.rpc.v1 import decode_pb2_grpc, fetch_pb2_grpc, registry_pb2_grpc
+from kvferry.rpc import converter, frame_wire
+from kvferry.rpc.v1 import decode_pb2_grpc, registry_pb2_grpc
 from kvferry.streams import DecodeServer, FetchServer, RegistryServer, StreamEnded
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 EOF: Any = getattr(aio, "EOF")  # noqa: B009 (its type is not declared)
 
 SECRET_KEY = "kvferry-secret"
+FETCH_METHOD = "/kvferry.v1.FetchService/Fetch"
 MIN_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_MS = 2000
 MAX_CHANNELS = 4096
@@ -128,8 +129,8 @@ class GrpcDialer:
         return _ClientStream(call, converter.router_message_to_wire, converter.decode_message_from_wire)
 
     def fetch(self, address: str) -> Any:
-        call = fetch_pb2_grpc.FetchServiceStub(self._channel(address)).Fetch(metadata=self._metadata)  # type: ignore[call-arg]
-        return _ClientStream(call, converter.fetch_up_to_wire, converter.fetch_down_from_wire)
+        call = self._channel(address).stream_stream(FETCH_METHOD)(metadata=self._metadata)
+        return _ClientStream(call, frame_wire.fetch_up_to_bytes, frame_wire.fetch_down_from_bytes)
 
     def join(self, address: str) -> Any:
         call = registry_pb2_grpc.RegistryServiceStub(self._channel(address)).Join(metadata=self._metadata)  # type: ignore[call-arg]
@@ -224,12 +225,11 @@ def add_decode_service(server: aio.Server, service: DecodeServer, secret: str) -
 
 
 def add_fetch_service(server: aio.Server, service: FetchServer, secret: str) -> None:
-    class Servicer(fetch_pb2_grpc.FetchServiceServicer):
-        Fetch = staticmethod(  # type: ignore[assignment]
-            _handler(service.serve_fetch, secret, converter.fetch_down_to_wire, converter.fetch_up_from_wire)
-        )
-
-    fetch_pb2_grpc.add_FetchServiceServicer_to_server(Servicer(), server)
+    """Without grpc's own (de)serializing, so that a frame's blocks are not copied for it."""
+    handle = _handler(service.serve_fetch, secret, frame_wire.fetch_down_to_bytes, frame_wire.fetch_up_from_bytes)
+    name, method = FETCH_METHOD.strip("/").split("/")
+    methods = {method: grpc.stream_stream_rpc_method_handler(handle)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
 
 
 def add_registry_service(server: aio.Server, service: RegistryServer, secret: str) -> None:

@@ -14,9 +14,11 @@ from kvferry.messages import Role, WorkerDescription, WorkerProgress
 from kvferry.streams import Dialer
 from kvferry.worker.counters import Counters
 from kvferry.worker.loop import EngineLoop, Executor
+from kvferry.worker.meeting import Meetings
 from kvferry.worker.member import Membership
 from kvferry.worker.reader import BlockReader
 from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.source import BlockSource, Computer, SourceIdentity
 
 
 class WorkerBody:
@@ -25,10 +27,23 @@ class WorkerBody:
         self.identity = engine.identity
         self.counters = Counters()
         self.pool = BlockPool(engine.num_slots)
-        self.reader = BlockReader(dialer, engine.memory, self.counters, settings.silence_s)
+        meetings = Meetings(
+            dialer,
+            engine.memory.format,
+            settings.roads,
+            self.identity.model_id,
+            self.identity.fidelity,
+            settings.silence_s,
+        )
+        self.reader = BlockReader(dialer, engine.memory, meetings, self.counters, settings.budgets)
         self._executor, self._dialer = executor, dialer
         self.on_joined: Callable[[], None] = lambda: None
         """Called whenever a router has taken this worker in."""
+
+    def source_for(self, loop: EngineLoop, computer: Computer | None = None) -> BlockSource:
+        identity, settings = self.identity, self.settings
+        pair = SourceIdentity(identity.model_id, identity.fidelity, settings.incarnation, identity.context_tokens)
+        return BlockSource(pair, self.pool, self.engine.memory, loop, self.counters, settings.roads, computer)
 
     def loop_for(self, scheduler: Scheduler) -> EngineLoop:
         return EngineLoop(scheduler, self._executor, self.pool, self.counters, self.engine.costs)

@@ -20,13 +20,16 @@ COUNTERS = {
     "served_fetches": "Fetch streams served.",
     "served_blocks": "Blocks sent.",
     "served_bytes": "Their bytes.",
+    "warmed_chains": "Chains computed ahead for a reader without room.",
     "requests_opened": "Requests opened on this worker.",
     "requests_cancelled": "Choices ended because nobody wanted them any more.",
     "engine_failures": "Sequences ended by a failed step or by logits that were not finite.",
     "non_finite_logits": "Rows of logits that were not finite.",
     "leaked_slots": "Slots that an audit of the idle pool found held by nobody alive.",
 }
-"""Fetches that failed are counted apart, as `fetch_failed_<kind>`; damaged frames as `bad_frame_<kind>`."""
+"""Fetches that failed are counted apart, as `fetch_failed_<kind>`; damaged frames as `bad_frame_<kind>`; bytes fetched also by the
+road they came over, as `fetched_bytes_over_<road>`."""
+PREFIXES = ("fetch_failed_", "bad_frame_", "fetched_bytes_over_")
 
 
 class Counters:
@@ -36,6 +39,6 @@ class Counters:
         self.values: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     def add(self, name: str, amount: int = 1) -> None:
-        if name not in COUNTERS and not name.startswith(("fetch_failed_", "bad_frame_")):
+        if name not in COUNTERS and not name.startswith(PREFIXES):
             raise KeyError(f"unknown counter {name!r}; known: {', '.join(COUNTERS)}")
         self.values[name] += amount

@@ -88,6 +88,8 @@ class EngineLoop:
         """Rings after each commit and whenever the loop has drained its inbox."""
         self.emit: Callable[[], None] = lambda: None
         """Called after each commit and each drain."""
+        self.is_lending: Callable[[], bool] = lambda: False
+        """Whether blocks are referenced for other workers' readers: then an idle engine does not mean an idle pool."""
 
     def now(self) -> float:
         """The event loop's monotonic clock, virtual in tests."""
@@ -122,7 +124,7 @@ class EngineLoop:
     async def _rest(self) -> None:
         if self._inbox:
             return
-        if self._scheduler.is_idle:
+        if self._scheduler.is_idle and not self.is_lending():
             self._audit()
         deadline = self._scheduler.next_deadline()
         await self._wake.wait(None if deadline is None else max(deadline - self.now(), 0.001))

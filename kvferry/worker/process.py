@@ -13,17 +13,20 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.load import EngineSettings, load_engine
 from kvferry.engine.roofline import measure_ceilings
 from kvferry.engine.unpack import make_model
+from kvferry.kv.road import roads_called
 from kvferry.process import read_secret, read_tls, say_state
 from kvferry.rpc.links import GrpcDialer, add_decode_service, add_fetch_service, bind, new_server
 from kvferry.shape import pool_tokens, read_checkpoint_shape
 from kvferry.streams import Dialer
 from kvferry.worker.loop import Executor, ThreadExecutor
+from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.settings import WorkerSettings
 
 
 async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, Dialer, WorkerSettings], Any]) -> None:
     """Until cancelled. Raises ConfigurationError or JoinRefused."""
     name = config.name or f"{config.role}-{os.getpid()}"
+    roads = roads_called(config.transport)
     secret, tls = read_secret(config.secret_file), read_tls(config)
     say_state("loading", share=0.0)
     directory = await asyncio.to_thread(make_model, config.model, home())
@@ -56,6 +59,8 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
         num_threads=config.threads,
         ceilings=ceilings,
         silence_s=config.silence_s,
+        roads=roads,
+        budgets=FetchBudgets(config.silence_s, config.fetch_queued_s, config.fetch_computing_s, config.fetch_sending_s),
     )
     dialer = GrpcDialer(secret, block_bytes, tls)
     worker = make(engine, ThreadExecutor(engine.runner), dialer, settings)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from kvferry.engine.roofline import Ceilings
-from kvferry.worker.reader import SILENCE_S
+from kvferry.kv.road import Road, known_roads
+from kvferry.worker.patience import FetchBudgets
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,4 +25,7 @@ class WorkerSettings:
     """A decode worker whose sources all failed computes up to so many missing tokens, and hands back what lacks more."""
     num_threads: int = 1
     ceilings: Ceilings = field(default_factory=Ceilings)
-    silence_s: float = SILENCE_S
+    silence_s: float = 3.0
+    roads: tuple[Road, ...] = field(default_factory=lambda: tuple(known_roads().values()))
+    """That blocks may come and go over, best first."""
+    budgets: FetchBudgets = field(default_factory=FetchBudgets)

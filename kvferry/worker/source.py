@@ -1,37 +1,47 @@
 """Serving blocks to another worker: one coroutine per fetch stream, in every worker.
 
-It packs consecutive sealed blocks into frames, keeps at most two frames unacknowledged, and never makes the engine wait for its
-reader: a block that is gone when its turn comes is reported as missing. Where the worker can compute (a prefill worker), a
-chain that is not sealed is handed to a `Computer`, and frames go out as it goes on. What a stream holds ends with the coroutine.
+It puts consecutive sealed blocks into frames, loads them onto the road that the reader chose when the two met
+(kvferry/worker/meeting.py), and keeps the blocks of at most two frames referenced, until the reader has acknowledged them. It never
+makes the engine wait for its reader: a block that is gone when its turn comes is reported as missing. Where the worker can compute (a
+prefill worker), a chain that is not sealed is handed to a `Computer`, and frames go out as it goes on. What a stream holds ends with
+the coroutine.
 """
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.kv.block_id import chain, chain_root
-from kvferry.kv.frame import pack_frame
+from kvferry.kv.frame import MAX_BLOCKS, PROBE_IDS, block_digest, pack_header
 from kvferry.kv.memory import BlockMemory
-from kvferry.kv.pool import BlockPool
+from kvferry.kv.pool import BlockPool, Hold
+from kvferry.kv.road import Outlet, Road, SourceRoad
 from kvferry.messages import (
     PROTOCOL_VERSION,
     FetchAck,
     FetchDown,
     FetchEnd,
     FetchEndReason,
+    FetchMeet,
+    FetchOffers,
     FetchOpen,
+    FetchProbe,
     FetchProgress,
     FetchState,
     FetchUp,
     Frame,
+    RoadOffer,
 )
 from kvferry.racing import until_first
 from kvferry.streams import Stream, StreamEnded
 from kvferry.worker.counters import Counters
 from kvferry.worker.loop import EngineLoop
 
-FRAME_BYTES = 2 * 1024 * 1024
+logger = logging.getLogger(__name__)
+
 MAX_FRAMES_IN_FLIGHT = 2
 PROGRESS_INTERVAL_S = 1.0
 OPENING_TIMEOUT_S = 5.0
@@ -68,6 +78,8 @@ class SourceIdentity:
 
     model_id: str
     fidelity: str
+    incarnation: str
+    """This life of the worker: a reader that met another one knows other memory."""
     context_tokens: int
     """A longer chain is refused before anything is done for it."""
 
@@ -81,7 +93,7 @@ class _FetchIsOver(Exception):
 
 
 class BlockSource:
-    """Serves fetch streams out of one pool."""
+    """Serves fetch streams out of one pool, over the given roads, best first."""
 
     def __init__(
         self,
@@ -90,36 +102,75 @@ class BlockSource:
         memory: BlockMemory,
         loop: EngineLoop,
         counters: Counters,
+        roads: Sequence[Road],
         computer: Computer | None = None,
     ):
         self._identity, self._pool, self._memory = identity, pool, memory
         self._loop, self._counters, self._computer = loop, counters, computer
+        self._laid = {road.name: (road, laid) for road in roads if (laid := road.lay(memory)) is not None}
         self.num_serving = 0
+        loop.is_lending = lambda: self.num_serving > 0
 
     async def serve_fetch(self, stream: Stream[FetchDown, FetchUp]) -> None:
         """Until everything asked for is sent, or the stream ends."""
         async with asyncio.timeout(OPENING_TIMEOUT_S):
             opening = await stream.receive()
-        if not isinstance(opening, FetchOpen):
-            await stream.send(FetchEnd(FetchEndReason.REFUSED, 0, "the first message must be an opening"))
-            return
         refusal = self._refusal(opening)
         if refusal is not None:
             await stream.send(refusal)
-            return
+        elif isinstance(opening, FetchMeet):
+            await self._serve_meeting(stream)
+        elif isinstance(opening, FetchOpen):
+            await self._serve_opening(stream, opening)
+
+    async def _serve_opening(self, stream: Stream[FetchDown, FetchUp], opening: FetchOpen) -> None:
         self.num_serving += 1
-        self._counters.add("served_fetches")
+        self._counters.add("warmed_chains" if opening.warm else "served_fetches")
         try:
             await _Serving(self, stream, opening).run()
         finally:
             self.num_serving -= 1
+            self._loop.post(lambda: None)  # an idle pool is audited when the last one has ended
 
-    def _refusal(self, opening: FetchOpen) -> FetchEnd | None:
+    async def _serve_meeting(self, stream: Stream[FetchDown, FetchUp]) -> None:
+        """Says which roads there are, and sends a frame over each that the reader tries."""
+        offers = tuple(RoadOffer(name, laid.offer) for name, (_, laid) in self._laid.items())
+        await stream.send(FetchOffers(self._identity.incarnation, offers))
+        frame_number = 0
+        while True:
+            async with asyncio.timeout(OPENING_TIMEOUT_S):
+                probe = await stream.receive()
+            if not isinstance(probe, FetchProbe) or probe.road not in self._laid:
+                return
+            outlet = self.road(probe.road).open(probe.ticket)
+            try:
+                num_blocks = min(max(probe.num_blocks, 1), self.max_frame_blocks(probe.road), self._pool.num_slots)
+                cargo, no_ids = outlet.load(range(num_blocks)), PROBE_IDS[:num_blocks]
+                header = pack_header(self._memory.format, 0, no_ids, no_ids)
+                await stream.send(Frame(frame_number, header, cargo.payload, cargo.place))
+                async with asyncio.timeout(OPENING_TIMEOUT_S):
+                    await stream.receive()
+            finally:
+                outlet.close()
+            frame_number += 1
+
+    def road(self, name: str) -> SourceRoad:
+        return self._laid[name][1]
+
+    def max_frame_blocks(self, road: str) -> int:
+        return min(max(self._laid[road][0].frame_bytes // self._memory.format.block_bytes, 1), MAX_BLOCKS)
+
+    def _refusal(self, opening: FetchUp) -> FetchEnd | None:
+        if not isinstance(opening, FetchOpen | FetchMeet):
+            return FetchEnd(FetchEndReason.REFUSED, 0, "the first message must be an opening or a meeting")
         mine = (PROTOCOL_VERSION, self._identity.model_id, self._identity.fidelity)
         theirs = (opening.protocol_version, opening.model_id, opening.fidelity)
         for name, here, there in zip(("protocol_version", "model_id", "fidelity"), mine, theirs, strict=True):
             if here != there:
                 return FetchEnd(FetchEndReason.REFUSED, 0, f"{name}: this worker has {here!r}, the reader {there!r}")
+        return None if isinstance(opening, FetchMeet) else self._refusal_of_chain(opening)
+
+    def _refusal_of_chain(self, opening: FetchOpen) -> FetchEnd | None:
         size = self._memory.format.block_size
         if not opening.tokens or len(opening.tokens) % size or opening.first_block * size > len(opening.tokens):
             detail = f"tokens: {len(opening.tokens)} from block {opening.first_block} are not whole blocks of {size}"
@@ -127,6 +178,13 @@ class BlockSource:
         if len(opening.tokens) > self._identity.context_tokens:
             detail = f"tokens: {len(opening.tokens)}, this worker's limit is {self._identity.context_tokens}"
             return FetchEnd(FetchEndReason.TOO_LARGE, 0, detail)
+        if opening.warm:
+            return None
+        if opening.incarnation != self._identity.incarnation:
+            detail = f"incarnation: this worker is {self._identity.incarnation}, met was {opening.incarnation}"
+            return FetchEnd(FetchEndReason.STRANGER, 0, detail)
+        if opening.road not in self._laid:
+            return FetchEnd(FetchEndReason.STRANGER, 0, f"road: {opening.road!r} is not offered here")
         return None
 
 
@@ -140,9 +198,10 @@ class _Serving:
         self._ids = chain(self._root, opening.tokens, self._memory.format.block_size)
         self._next = opening.first_block
         self._frame_number = 0
-        self._unacknowledged: set[int] = set()
+        self._in_flight: dict[int, Hold] = {}
         self._acknowledged = asyncio.Event()
         self._computation: Computation | None = None
+        self._outlet: Outlet | None = None if opening.warm else source.road(opening.road).open(opening.ticket)
 
     async def run(self) -> None:
         try:
@@ -150,18 +209,28 @@ class _Serving:
         except StreamEnded:
             pass  # the reader has left: nothing to tell
         finally:
-            if self._computation is not None:
-                self._computation.close()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Everything that is held for the reader. Idempotent."""
+        if self._computation is not None:
+            self._computation.close()
+        if self._outlet is not None:
+            self._outlet.close()
+        for hold in self._in_flight.values():
+            hold.close()
+        self._in_flight.clear()
 
     async def _send_all(self) -> None:
-        """Frames and the end; what the stream holds is given up with the end. Then the reader closes the stream.
+        """Frames and the end; then the reader closes the stream.
 
-        Acknowledgements are taken until it does: a read that is cut short would end the call, and the end might not be read.
+        What computes is given up with the end, what is in flight when it is acknowledged. Acknowledgements are taken until the
+        reader closes the stream: a read that is cut short would end the call, and the end might not be read.
         """
         end = FetchEnd(FetchEndReason.COMPLETE, len(self._ids))
         try:
             async with asyncio.timeout(self._opening.time_left_s):
-                await self._send_blocks()
+                await (self._compute_all() if self._outlet is None else self._send_blocks(self._outlet))
         except TimeoutError:
             end = FetchEnd(FetchEndReason.DEADLINE, self._next, "the time left ran out")
         except _FetchIsOver as over:
@@ -171,38 +240,38 @@ class _Serving:
         await self._stream.send(end)
         await asyncio.sleep(LINGER_S)
 
-    async def _send_blocks(self) -> None:
+    async def _compute_all(self) -> None:
+        """For a reader that has no room yet."""
+        while (num_sealed := self._pool.num_sealed_prefix(self._ids)) < len(self._ids):
+            self._next = num_sealed
+            await self._wait_for_a_block()
+
+    async def _send_blocks(self, outlet: Outlet) -> None:
+        limit = self._source.max_frame_blocks(self._opening.road)
         while self._next < len(self._ids):
-            if len(self._unacknowledged) >= MAX_FRAMES_IN_FLIGHT:
+            if len(self._in_flight) >= MAX_FRAMES_IN_FLIGHT:
                 self._acknowledged.clear()
                 await self._acknowledged.wait()
-            elif (count := self._num_sendable()) > 0:
-                await self._send_frame(count)
+            elif (count := self._pool.num_sealed_prefix(self._ids[self._next : self._next + limit])) > 0:
+                await self._send_frame(outlet, count)
             else:
                 await self._wait_for_a_block()
 
-    def _num_sendable(self) -> int:
-        limit = max(FRAME_BYTES // self._memory.format.block_bytes, 1)
-        return self._pool.num_sealed_prefix(self._ids[self._next : self._next + limit])
-
-    async def _send_frame(self, count: int) -> None:
-        ids = self._ids[self._next : self._next + count]
+    async def _send_frame(self, outlet: Outlet, count: int) -> None:
+        ids, form = self._ids[self._next : self._next + count], self._memory.format
         hold = self._pool.open_hold(f"frame of a fetch at block {self._next}")
-        try:
-            slots = [slot for id_ in ids if (slot := hold.adopt(id_)) is not None]
-            assert len(slots) == count, "nothing is evicted between two statements"
-            header, payload = pack_frame(
-                self._memory.format, self._next, ids, [self._memory.view(slot) for slot in slots]
-            )
-        finally:
-            hold.close()
-        self._unacknowledged.add(self._frame_number)
-        frame = Frame(self._frame_number, header, payload)
+        self._in_flight[self._frame_number] = hold
+        slots = [slot for id_ in ids if (slot := hold.adopt(id_)) is not None]
+        assert len(slots) == count, "nothing is evicted between two statements"
+        digests = [block_digest(id_, self._memory.view(slot)) for id_, slot in zip(ids, slots, strict=True)]
+        cargo = outlet.load(slots)
+        header = pack_header(form, self._next, ids, digests)
+        frame = Frame(self._frame_number, header, cargo.payload, cargo.place)
         self._frame_number += 1
         self._next += count
         await self._stream.send(frame)
         self._source._counters.add("served_blocks", count)
-        self._source._counters.add("served_bytes", len(payload))
+        self._source._counters.add("served_bytes", count * form.block_bytes)
 
     async def _wait_for_a_block(self) -> None:
         """Returns when block `next` may be sealed. Raises the end if it will not be."""
@@ -220,8 +289,8 @@ class _Serving:
     async def _take_acknowledgements(self) -> None:
         while True:
             message = await self._stream.receive()
-            if isinstance(message, FetchAck):
-                self._unacknowledged.discard(message.frame_number)
+            if isinstance(message, FetchAck) and message.frame_number in self._in_flight:
+                self._in_flight.pop(message.frame_number).close()
                 self._acknowledged.set()
 
     async def _show_progress(self) -> None:

@@ -1,3 +1,5 @@
+import asyncio
+
 import msgpack
 import pytest
 from hypothesis import given, settings
@@ -5,18 +7,22 @@ from hypothesis import strategies as st
 
 from kvferry.errors import BadFrame
 from kvferry.kv.block_id import chain, chain_root
-from kvferry.kv.frame import check_block, pack_frame, unpack_frame
+from kvferry.kv.frame import block_digest, check_block, pack_header, unpack_header
 from kvferry.kv.memory import BlockFormat
+from kvferry.kv.roads.inline import InlineInlet
+from kvferry.messages import Frame
 
 FORMAT = BlockFormat("uint8", (1, 1, 1, 16, 4), 16, 64)
 IDS = chain(chain_root("m", "uint8"), list(range(96)), 16)
 BLOCKS = [memoryview(bytes([k]) * 64) for k in range(6)]
-HEADER, PAYLOAD = pack_frame(FORMAT, 2, IDS[2:5], BLOCKS[2:5])
+PAYLOAD = b"".join(BLOCKS[2:5])
+HEADER = pack_header(FORMAT, 2, IDS[2:5], [block_digest(IDS[k], BLOCKS[k]) for k in (2, 3, 4)])
 
 
 def read(header=HEADER, payload=PAYLOAD, first=2, ids=IDS, form=FORMAT) -> list[bytes]:
-    blocks = unpack_frame(header, payload, form, first, ids)
-    copies = [bytearray(block.data) for block in blocks]
+    blocks = unpack_header(header, form, first, ids)
+    views = asyncio.run(InlineInlet().unload(Frame(0, header, payload), len(blocks), form.block_bytes))
+    copies = [bytearray(view) for view in views]
     for block, copy in zip(blocks, copies, strict=True):
         check_block(block, memoryview(copy))
     return [bytes(copy) for copy in copies]

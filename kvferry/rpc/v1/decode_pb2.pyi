@@ -138,7 +138,7 @@ class NewTokens(_message.Message):
     def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PlaceLogprobs, _Mapping]]] = ...) -> None: ...
 
 class StartReport(_message.Message):
-    __slots__ = ("request_number", "attempt", "fetch_opened_us", "first_block_us", "last_block_us", "tail_planned_us", "first_token_us", "num_local_tokens", "num_fetched_tokens", "num_source_cached_tokens", "num_computed_tokens", "num_fetched_blocks", "fetched_bytes", "source_worker_id")
+    __slots__ = ("request_number", "attempt", "fetch_opened_us", "first_block_us", "last_block_us", "tail_planned_us", "first_token_us", "num_local_tokens", "num_fetched_tokens", "num_source_cached_tokens", "num_computed_tokens", "num_fetched_blocks", "fetched_bytes", "source_worker_id", "road")
     REQUEST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FETCH_OPENED_US_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,7 @@ class StartReport(_message.Message):
     NUM_FETCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROAD_FIELD_NUMBER: _ClassVar[int]
     request_number: int
     attempt: int
     fetch_opened_us: int
@@ -167,7 +168,8 @@ class StartReport(_message.Message):
     num_fetched_blocks: int
     fetched_bytes: int
     source_worker_id: str
-    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., fetch_opened_us: _Optional[int] = ..., first_block_us: _Optional[int] = ..., last_block_us: _Optional[int] = ..., tail_planned_us: _Optional[int] = ..., first_token_us: _Optional[int] = ..., num_local_tokens: _Optional[int] = ..., num_fetched_tokens: _Optional[int] = ..., num_source_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., source_worker_id: _Optional[str] = ...) -> None: ...
+    road: str
+    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., fetch_opened_us: _Optional[int] = ..., first_block_us: _Optional[int] = ..., last_block_us: _Optional[int] = ..., tail_planned_us: _Optional[int] = ..., first_token_us: _Optional[int] = ..., num_local_tokens: _Optional[int] = ..., num_fetched_tokens: _Optional[int] = ..., num_source_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., source_worker_id: _Optional[str] = ..., road: _Optional[str] = ...) -> None: ...
 
 class ChoiceEnd(_message.Message):
     __slots__ = ("request_number", "attempt", "choice", "reason", "detail", "failed_source_ids")

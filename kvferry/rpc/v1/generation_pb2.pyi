@@ -117,7 +117,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., summary: _Optional[_Union[Summary, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PlaceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PlaceLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Summary(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "num_fetched_blocks", "fetched_bytes", "num_attempts", "decode_worker_id", "source_worker_id", "instants_us", "seed")
+    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "num_fetched_blocks", "fetched_bytes", "num_attempts", "decode_worker_id", "source_worker_id", "instants_us", "seed", "road")
     class InstantsUsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class Summary(_message.Message):
     SOURCE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANTS_US_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    ROAD_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
@@ -145,7 +146,8 @@ class Summary(_message.Message):
     source_worker_id: str
     instants_us: _containers.ScalarMap[str, int]
     seed: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., decode_worker_id: _Optional[str] = ..., source_worker_id: _Optional[str] = ..., instants_us: _Optional[_Mapping[str, int]] = ..., seed: _Optional[int] = ...) -> None: ...
+    road: str
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., decode_worker_id: _Optional[str] = ..., source_worker_id: _Optional[str] = ..., instants_us: _Optional[_Mapping[str, int]] = ..., seed: _Optional[int] = ..., road: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat")

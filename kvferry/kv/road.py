@@ -1,0 +1,109 @@
+"""A road: how blocks' bytes get from a source's memory to a reader. Notices, acknowledgements and the end go over the fetch stream.
+
+*Offer, read, confirm*: the source says once, when two workers meet, what a reader must know to take the road; for each frame it
+loads the slots that it references, and the reader unloads them as views of the blocks' bytes, which it copies once into its own
+slots and checks; its acknowledgement confirms that, and only then does the source give up its references. Reading another's memory
+and receiving frames are so two kinds of one thing. Nobody writes into another's pool, and a copy is one statement: it cannot
+outlive the slot it goes into. A road whose bytes arrive by themselves (RDMA) lets them land in two frames' worth of memory of its
+own, registered once, and hands out views of that.
+
+A road is one module in kvferry/kv/roads with a `ROAD`; nothing else names it. `known_roads` finds it, workers offer it and take it
+by its rank, `--transport` accepts its name, `kvferry bench transport` measures it.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+from kvferry.errors import ConfigurationError, RoadFailed
+from kvferry.kv import roads
+from kvferry.kv.memory import BlockMemory
+from kvferry.messages import Frame
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """What of a frame the fetch stream carries for a road: the blocks themselves, or where to find them."""
+
+    payload: tuple[memoryview, ...] = ()
+    place: bytes = b""
+
+
+class Outlet(Protocol):
+    """A road's beginning, at the source: one for each fetch."""
+
+    def load(self, slots: Sequence[int]) -> Cargo:
+        """The slots are referenced until the reader has acknowledged the frame, or the fetch has ended."""
+        ...
+
+    def close(self) -> None:
+        """The fetch has ended, well or not. Idempotent."""
+        ...
+
+
+class Inlet(Protocol):
+    """A road's end, at the reader: one for each fetch."""
+
+    async def unload(self, frame: Frame, num_blocks: int, block_bytes: int) -> Sequence[memoryview]:
+        """A view of each block's bytes, good until the next call; the reader releases them before that.
+
+        Raises BadFrame for a frame that cannot be what it says, RoadFailed where the road itself has broken.
+        """
+        ...
+
+    def close(self) -> None:
+        """The fetch has ended, well or not: nothing of it stays mapped, open or referenced. Idempotent."""
+        ...
+
+
+class SourceRoad(Protocol):
+    """A road as one worker offers it."""
+
+    @property
+    def offer(self) -> bytes:
+        """What a reader must know to take it. It is told to workers that know the cluster's secret only."""
+        ...
+
+    def open(self, ticket: bytes) -> Outlet:
+        """For the fetch that its reader named so."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Road:
+    name: str
+    rank: int
+    """Lower is tried first."""
+    frame_bytes: int
+    """A frame has as many blocks as fit into so many bytes, and at least one."""
+    lay: Callable[[BlockMemory], SourceRoad | None]
+    """At the source, once; None where this worker cannot offer it."""
+    enter: Callable[[bytes, bytes], Awaitable[Inlet]]
+    """At the reader, from offer and ticket. Raises RoadFailed, saying why it cannot be taken here."""
+
+
+@cache
+def known_roads() -> dict[str, Road]:
+    """By name, best first."""
+    found = [
+        importlib.import_module(f"{roads.__name__}.{info.name}").ROAD for info in pkgutil.iter_modules(roads.__path__)
+    ]
+    return {road.name: road for road in sorted(found, key=lambda road: road.rank)}
+
+
+def roads_called(name: str) -> tuple[Road, ...]:
+    """All of them for "auto". Raises ConfigurationError for a name that is not known."""
+    known = known_roads()
+    if name == "auto":
+        return tuple(known.values())
+    if name not in known:
+        raise ConfigurationError(f"transport: {name!r} is not known; known: auto, {', '.join(known)}")
+    return (known[name],)
+
+
+__all__ = ["Cargo", "Inlet", "Outlet", "Road", "RoadFailed", "SourceRoad", "known_roads", "roads_called"]

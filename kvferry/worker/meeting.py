@@ -1,0 +1,172 @@
+"""Which road two workers take, found out once: when a reader first meets a source, and again when either's memory is another.
+
+The source says what it offers; the reader tries its own roads in their order with one frame of whatever the first slots hold, keeps
+the first that works and the rate it saw, and says in the log which that was and why not a better one. A road that breaks later is
+barred for that life of the source, and the next one is found. Fetches that meet the same source at the same time share one meeting.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import BadFrame, FetchFailed, RoadFailed
+from kvferry.kv.frame import PROBE_IDS, unpack_header
+from kvferry.kv.memory import BlockFormat
+from kvferry.kv.road import Inlet, Road
+from kvferry.messages import (
+    FetchAck,
+    FetchDown,
+    FetchEnd,
+    FetchFailureKind,
+    FetchMeet,
+    FetchOffers,
+    FetchProbe,
+    FetchUp,
+    Frame,
+    Source,
+)
+from kvferry.streams import Dialer, Stream, StreamEnded
+
+logger = logging.getLogger(__name__)
+
+PROBE_BYTES = 8 * 1024 * 1024
+MAX_MEETINGS = 4096
+MAX_PROBE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What a reader knows of a source, and how it takes blocks from it."""
+
+    source: Source
+    incarnation: str
+    road: Road
+    offer: bytes
+    bytes_per_s: float
+    """Of the probe; the road's first frame, so rather too little than too much."""
+
+    async def enter(self, ticket: bytes) -> Inlet:
+        """Raises RoadFailed."""
+        return await self.road.enter(self.offer, ticket)
+
+
+class Meetings:
+    """One reader's, by source address."""
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        block_format: BlockFormat,
+        roads: Sequence[Road],
+        model_id: str,
+        fidelity: str,
+        silence_s: float,
+    ):
+        self._dialer, self._format, self._roads, self._silence_s = dialer, block_format, roads, silence_s
+        self._greeting = FetchMeet(model_id, fidelity)
+        self._meetings: dict[str, Meeting] = {}
+        self._barred: set[tuple[str, str, str]] = set()
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def with_source(self, source: Source) -> Meeting:
+        """Raises FetchFailed: it cannot be reached, or no road to it works."""
+        lock = self._locks.setdefault(source.address, asyncio.Lock())
+        async with lock:
+            meeting = self._meetings.get(source.address)
+            if meeting is None:
+                meeting = self._meetings[source.address] = await self._meet(source)
+                self._forget_the_oldest()
+        return meeting
+
+    def forget(self, meeting: Meeting) -> None:
+        """The source is not the one that was met."""
+        if self._meetings.get(meeting.source.address) is meeting:
+            del self._meetings[meeting.source.address]
+
+    def bar(self, meeting: Meeting, why: str) -> None:
+        """The road broke: another one is found at the next meeting."""
+        logger.warning("%s to %s broke: %s; taking another road", meeting.road.name, meeting.source.worker_id, why)
+        self._barred.add((meeting.source.address, meeting.incarnation, meeting.road.name))
+        self.forget(meeting)
+
+    def _forget_the_oldest(self) -> None:
+        while len(self._meetings) > MAX_MEETINGS:
+            address = next(iter(self._meetings))
+            del self._meetings[address]
+            self._locks.pop(address, None)
+        if len(self._barred) > MAX_MEETINGS:
+            self._barred.clear()
+
+    async def _meet(self, source: Source) -> Meeting:
+        stream = self._dialer.fetch(source.address)
+        try:
+            async with asyncio.timeout(self._silence_s):
+                await stream.send(self._greeting)
+                answer = await stream.receive()
+            if isinstance(answer, FetchEnd):
+                kind = FetchFailureKind.REFUSED
+                raise FetchFailed(kind.value, f"{source.worker_id} refused to meet: {answer.detail}")
+            if not isinstance(answer, FetchOffers):
+                raise FetchFailed(
+                    FetchFailureKind.SOURCE_ERROR.value, f"{source.worker_id} does not say what it offers"
+                )
+            return await self._find_road(source, answer, stream)
+        except (StreamEnded, TimeoutError) as error:
+            message = f"{source.worker_id} at {source.address} cannot be reached: {error or 'no answer'}"
+            raise FetchFailed(FetchFailureKind.UNREACHABLE.value, message) from error
+        finally:
+            stream.close()
+
+    async def _find_road(self, source: Source, answer: FetchOffers, stream: Stream[FetchUp, FetchDown]) -> Meeting:
+        offers = {offer.road: offer.detail for offer in answer.offers}
+        why_not: list[str] = []
+        for road in self._roads:
+            if road.name not in offers:
+                why_not.append(f"{road.name}: not offered")
+                continue
+            if (source.address, answer.incarnation, road.name) in self._barred:
+                why_not.append(f"{road.name}: broke before")
+                continue
+            try:
+                rate = await self._probe(road, offers[road.name], stream)
+            except (RoadFailed, BadFrame) as failed:
+                why_not.append(f"{road.name}: {failed.message}")
+                continue
+            reasons = f" ({'; '.join(why_not)})" if why_not else ""
+            logger.info("blocks of %s come over %s, %.2f GB/s%s", source.worker_id, road.name, rate / 1e9, reasons)
+            return Meeting(source, answer.incarnation, road, offers[road.name], rate)
+        message = f"no road to {source.worker_id} works: {'; '.join(why_not)}"
+        raise FetchFailed(FetchFailureKind.ROAD.value, message)
+
+    async def _probe(self, road: Road, offer: bytes, stream: Stream[FetchUp, FetchDown]) -> float:
+        """Bytes per second. Raises RoadFailed, BadFrame, StreamEnded, TimeoutError."""
+        clock = asyncio.get_running_loop().time
+        block_bytes, ticket = self._format.block_bytes, secrets.token_bytes(16)
+        inlet = await road.enter(offer, ticket)
+        try:
+            began = clock()
+            await stream.send(FetchProbe(road.name, ticket, max(PROBE_BYTES // block_bytes, 1)))
+            async with asyncio.timeout(MAX_PROBE_S):
+                frame = await stream.receive()
+                if not isinstance(frame, Frame):
+                    raise RoadFailed("the source sent no frame to try it with")
+                try:
+                    num_bytes = await self._copy(inlet, frame)
+                finally:
+                    await stream.send(FetchAck(frame.frame_number))
+            return num_bytes / max(clock() - began, 1e-6)
+        finally:
+            inlet.close()
+
+    async def _copy(self, inlet: Inlet, frame: Frame) -> int:
+        """Bytes. Nothing is kept, so no digest is checked."""
+        block_bytes = self._format.block_bytes
+        blocks = unpack_header(frame.header, self._format, 0, PROBE_IDS)
+        views = await inlet.unload(frame, len(blocks), block_bytes)
+        scratch = memoryview(bytearray(block_bytes))
+        for view in views:
+            scratch[:] = view
+            view.release()
+        return len(blocks) * block_bytes
