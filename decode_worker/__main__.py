@@ -9,6 +9,11 @@ from kvferry.process import run_process, set_up_logs
 from kvferry.worker.process import serve_worker
 
 
+async def serve(arguments: list[str]) -> None:
+    """Within another program, from the same flags: until cancelled. Raises ConfigurationError or JoinRefused."""
+    await serve_worker(read_config(DecodeConfig, arguments), DecodeWorker)
+
+
 def main() -> int:
     try:
         config = read_config(DecodeConfig)

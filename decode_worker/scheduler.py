@@ -82,6 +82,8 @@ class Choice:
         self.num_passed = 0
         self.state = State.WAITING
         self.fetch: FetchOrder | None = None
+        self.warming: FetchOrder | None = None
+        self.has_warmed = False
         self.num_tries_at_source = 0
         self.num_high_water = 0  # tokens that had KV before a preemption
         self.num_local_tokens = 0
@@ -132,6 +134,8 @@ class FetchOrder:
     source: Source
     first_block: int
     num_blocks: int
+    is_warm: bool = False
+    """The source shall only compute them: there is no room for them here yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,8 @@ class DecodeLimits:
     """In steps or fetching at once."""
     max_local_tokens: int
     """Beyond so many missing tokens, a request whose sources all failed is handed back instead of computed here."""
+    max_warm: int = 4
+    """So many of the requests that wait for room have their prompts computed meanwhile."""
 
 
 class DecodeScheduler:
@@ -300,6 +306,18 @@ class DecodeScheduler:
 
     def _start_waiting(self) -> None:
         start_in_order((c for c in self._ordered(State.WAITING) if not c.waits_for_scores), self._start)
+        for choice in self._ordered(State.WAITING)[: self._limits.max_warm]:
+            self._warm(choice)
+
+    def _warm(self, choice: Choice) -> None:
+        """Once for each choice, by its first source."""
+        last = choice.sequence.num_blocks_before_tail
+        if choice.has_warmed or not choice.sources or choice.is_scoring or choice.waits_for_scores:
+            return
+        choice.has_warmed = True
+        if self._pool.num_sealed_prefix(choice.sequence.block_ids[:last]) < last:
+            choice.warming = FetchOrder(choice, choice.sources[0], 0, last, is_warm=True)
+            self._opened.append(choice.warming)
 
     def _start(self, choice: Choice) -> bool:
         sequence = choice.sequence
@@ -324,6 +342,7 @@ class DecodeScheduler:
             self._counters.add("recomputed_tokens", max(lost, 0))
         choice.move(State.FETCHING)
         self._look_again(choice)
+        self._stop_warming(choice)
         return True
 
     def _look_again(self, choice: Choice) -> None:
@@ -480,11 +499,20 @@ class DecodeScheduler:
 
     def _drop_fetch(self, choice: Choice) -> None:
         if choice.fetch is not None:
-            if choice.fetch in self._opened:
-                self._opened.remove(choice.fetch)
-            else:
-                self._dropped.append(choice.fetch)
+            self._drop(choice.fetch)
             self._forget_fetch(choice)
+        self._stop_warming(choice)
+
+    def _stop_warming(self, choice: Choice) -> None:
+        if choice.warming is not None:
+            self._drop(choice.warming)
+            choice.warming = None
+
+    def _drop(self, order: FetchOrder) -> None:
+        if order in self._opened:
+            self._opened.remove(order)
+        else:
+            self._dropped.append(order)
 
     def _ordered(self, *states: State) -> list[Choice]:
         return sorted((c for c in self._choices.values() if c.state in states), key=lambda choice: choice.order)

@@ -5,6 +5,7 @@ opened is aborted between two steps. Fetches run in the service's own task group
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 
 from decode_worker.scheduler import Choice, DecodeScheduler, Ended, FetchOrder, Scored, Token
@@ -295,8 +296,6 @@ class DecodeService:
         request = choice.key
         assert isinstance(request, _Request)
         now = self._loop.now()
-        report = FetchReport(now, order.source)
-        request.reports.append(report)
         opening = FetchOpen(
             model_id=self._identity.model_id,
             fidelity=self._identity.fidelity,
@@ -307,6 +306,13 @@ class DecodeService:
             time_left_s=None if choice.deadline_s is None else max(choice.deadline_s - now, 0.001),
             holders=request.opening.holders,
         )
+        if order.is_warm:
+            with contextlib.suppress(FetchFailed):  # whoever fetches from there will hear it again
+                await self._reader.warm(order.source, opening)
+            self._fetches.pop(order, None)
+            return
+        report = FetchReport(now, order.source)
+        request.reports.append(report)
         error, is_source_bad = None, False
         try:
             await self._reader.fetch(choice.sequence, opening, report)

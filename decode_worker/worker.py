@@ -15,7 +15,9 @@ class DecodeWorker:
     def __init__(self, engine: Engine, executor: Executor, dialer: Dialer, settings: WorkerSettings):
         self.body = body = WorkerBody(Role.DECODE, engine, executor, dialer, settings)
         identity = body.identity
-        limits = DecodeLimits(identity.context_tokens, settings.max_sequences, settings.max_local_tokens)
+        limits = DecodeLimits(
+            identity.context_tokens, settings.max_sequences, settings.max_local_tokens, settings.max_warm
+        )
         budget = StepBudget(
             settings.step_target_s, identity.block_size, settings.max_step_tokens, settings.itl_target_s
         )

@@ -15,6 +15,7 @@ from rich.console import Console
 from deploy.ask import DEFAULT_URL, answers_at
 from deploy.local import LocalDeployment, LocalPlan
 from deploy.progress import ProgressLines, banner
+from deploy.ray_local import deployment_of
 from kvferry.config import home
 from kvferry.engine.unpack import find_model, make_model
 from kvferry.errors import ConfigurationError, KvferryError
@@ -49,6 +50,13 @@ Kv = Annotated[
     Literal["float32", "bfloat16"],
     typer.Option("--kv", help="What the pools keep and ship; bfloat16 has half the bytes."),
 ]
+Transport = Annotated[
+    str,
+    typer.Option(
+        "--transport",
+        help="How blocks go between workers: shm, grpc, ray (as actors) or auto, the best that both ends have.",
+    ),
+]
 Url = Annotated[
     str | None, typer.Option("--url", envvar="KVFERRY_URL", help="A running service; one is started if not given.")
 ]
@@ -70,15 +78,18 @@ def up(
     kv_tokens: KvTokens = 0,
     weights: Weights = "float32",
     kv: Kv = "float32",
+    transport: Transport = "auto",
     config: Annotated[Path | None, typer.Option(help="YAML file with more settings for the three programs.")] = None,
 ) -> None:
     """Starts a router and workers on this machine, until Ctrl-C."""
-    plan = LocalPlan(_directory(model), prefill, decode, port, port + 1 if port else 0, kv_tokens, weights, kv, config)
+    plan = LocalPlan(
+        _directory(model), prefill, decode, port, port + 1 if port else 0, kv_tokens, weights, kv, transport, config
+    )
     _run(_up(plan))
 
 
 async def _up(plan: LocalPlan) -> None:
-    async with LocalDeployment(plan, ProgressLines(notes)).running() as deployment:
+    async with deployment_of(plan, ProgressLines(notes)).running() as deployment:
         print(banner(deployment), flush=True)
         raise await deployment.failure()
 
@@ -186,6 +197,7 @@ def bench_exact(
     decode: Decode = 1,
     weights: Weights = "float32",
     kv: Kv = "float32",
+    transport: Transport = "auto",
     as_json: Json = False,
 ) -> None:
     """Token ids through the service against plain transformers, greedy, float32. Exit code 1 if they differ.
@@ -201,7 +213,7 @@ def bench_exact(
         if not await compare_with_reference(at, directory, prompts, output_tokens, must_equal, as_json, notes):
             raise typer.Exit(1)
 
-    plan = LocalPlan(directory, prefill, decode, weights=weights, kv=kv)
+    plan = LocalPlan(directory, prefill, decode, weights=weights, kv=kv, transport=transport)
     _run(_at_service(measure, url, plan))
 
 
@@ -220,6 +232,21 @@ def bench_quality(
     directory = _directory(model)
     with _errors():
         print_quality(directory, weights or ["float16", "int8"], threads, as_json)
+
+
+@bench_app.command("transport")
+def bench_transport(
+    transport: Annotated[
+        list[str] | None,
+        typer.Option("--transport", help="shm, grpc, ray or inproc; may be repeated. All if not given."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="The road and what it is compared with, in turn.")] = 9,
+    as_json: Json = False,
+) -> None:
+    """Blocks between two processes over each road, beside the same bytes with nothing around them. Let nothing else run."""
+    from deploy.transport_report import print_transport_figures
+
+    _run(print_transport_figures(transport or [], rounds, as_json))
 
 
 @bench_app.command("peers")
@@ -243,7 +270,7 @@ async def _at_service(measure: Any, url: str | None, plan: LocalPlan | None) -> 
         await measure(url.rstrip("/"))
         return
     assert plan is not None
-    async with LocalDeployment(plan, ProgressLines(notes)).running() as deployment:
+    async with deployment_of(plan, ProgressLines(notes)).running() as deployment:
         await measure(deployment.url)
 
 

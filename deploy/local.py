@@ -15,12 +15,14 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 
 from kvferry.config import home, read_section
 from kvferry.errors import ConfigurationError
+from kvferry.kv.road import roads_called
 from kvferry.process import REFUSED_EXIT_CODE, make_secret
 from kvferry.shape import ModelShape, pool_tokens, read_checkpoint_shape
 
@@ -44,6 +46,8 @@ class LocalPlan:
     """Per worker; 0: from the memory there is."""
     weights: str = "float32"
     kv: str = "float32"
+    transport: str = "auto"
+    """How blocks go between workers; "ray" makes them actors of a Ray that is started for them."""
     config: Path | None = None
     extra: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """More flags, by role."""
@@ -60,11 +64,8 @@ class Child:
     share: float = 0.0
     details: dict[str, str] = field(default_factory=dict[str, str])
     process: asyncio.subprocess.Process | None = None
+    pid: int = 0
     num_starts: int = 0
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid if self.process else 0
 
 
 class LocalDeployment:
@@ -77,6 +78,7 @@ class LocalDeployment:
         self.threads = max(_num_cores() // max(num_workers, 1), 1)
         available = psutil.virtual_memory().available
         self.weights, self.kv = self._same_for_both("weights", plan.weights), self._same_for_both("kv", plan.kv)
+        roads_called(plan.transport)
         self.kv_tokens = plan.kv_tokens or pool_tokens(self.shape, available, num_workers, self.kv)
         self._from_file = {role: self._keys_in_file(role) for role in MODULES}
         self.children: dict[str, Child] = {}
@@ -135,6 +137,7 @@ class LocalDeployment:
     def _worker_arguments(self, name: str) -> list[str]:
         registry = self.children["router"].details["registry"]
         sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens, "weights": self.weights, "kv": self.kv}
+        sizes["transport"] = self.plan.transport
         from_file = self._from_file[name.partition("-")[0]]
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items() if key not in from_file]
         return [f"--name={name}", f"--router={registry}", *flags]
@@ -200,11 +203,13 @@ class LocalDeployment:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
+    def _arguments_of(self, child: Child) -> list[str]:
+        config = [f"--config={self.plan.config}"] if self.plan.config else []
+        fixed = [f"--model={self.plan.model}", f"--secret-file={self.folder / 'secret'}"]
+        return [*config, *child.arguments, *fixed, *self.plan.extra.get(child.role, [])]
+
     async def _live(self, child: Child) -> int:
         """Starts the process and returns its exit code; ends it when cancelled."""
-        config = [f"--config={self.plan.config}"] if self.plan.config else []
-        fixed = [f"--model={self.plan.model}", f"--secret-file={self.folder / 'secret'}", "--with-parent"]
-        arguments = [*config, *child.arguments, *fixed, *self.plan.extra.get(child.role, [])]
         child.num_starts += 1
         self._set_state(child, "starting")
         with (self.folder / f"{child.name}.log").open("ab") as log:
@@ -212,18 +217,24 @@ class LocalDeployment:
                 sys.executable,
                 "-m",
                 MODULES[child.role],
-                *arguments,
+                *self._arguments_of(child),
+                "--with-parent",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"},
+                env={**os.environ, **self._environment},
                 start_new_session=True,  # Ctrl-C reaches this process alone, which ends the others in order
             )
+        child.pid = child.process.pid
         try:
             await self._follow(child)
             return await child.process.wait()
         finally:
             await asyncio.shield(_end(child.process))
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"}
 
     async def _follow(self, child: Child) -> None:
         assert child.process is not None
@@ -233,12 +244,15 @@ class LocalDeployment:
                 message = json.loads(line)
             except ValueError:
                 continue
-            child.share = float(message.pop("share", child.share))
-            state = message.pop("state", child.state)
-            child.details.update({name: str(value) for name, value in message.items()})
-            if state == "listening" and child.role == "router":
-                self._fix_ports(child)
-            self._set_state(child, state)
+            self._heard(child, message)
+
+    def _heard(self, child: Child, message: dict[str, Any]) -> None:
+        child.share = float(message.pop("share", child.share))
+        state = message.pop("state", child.state)
+        child.details.update({name: str(value) for name, value in message.items()})
+        if state == "listening" and child.role == "router":
+            self._fix_ports(child)
+        self._set_state(child, state)
 
     def _fix_ports(self, router: Child) -> None:
         """A router that starts again must be found where it was."""

@@ -137,6 +137,8 @@ class DecodeConfig(WorkerConfig):
     """The gap between two tokens that catching up (tails, local chunks) may cause in steps in which others yield tokens."""
     max_sequences: int = Field(64, ge=1)
     """Choices in steps or fetching at once."""
+    max_warm: int = Field(4, ge=0)
+    """So many of the requests that wait for room here have their prompts computed by a source meanwhile; 0: none."""
     max_local_tokens: int = Field(512, ge=0)
     """Computed here when every source has failed; what lacks more is handed back to the router."""
 

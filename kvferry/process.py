@@ -12,7 +12,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,9 +24,17 @@ REFUSED_EXIT_CODE = 3
 """The worker was refused: starting it again unchanged is vain."""
 
 
-def say_state(state: str, **details: Any) -> None:
+def _print_state(state: dict[str, Any]) -> None:
     with contextlib.suppress(BrokenPipeError):
-        print(json.dumps({"state": state, **details}), flush=True)
+        print(json.dumps(state), flush=True)
+
+
+on_state: Callable[[dict[str, Any]], None] = _print_state
+"""Who hears how far the program is: a supervisor at standard output, unless it lives within something else."""
+
+
+def say_state(state: str, **details: Any) -> None:
+    on_state({"state": state, **details})
 
 
 def read_secret(path: Path | None) -> str:

@@ -9,6 +9,11 @@ from kvferry.worker.process import serve_worker
 from prefill_worker.worker import PrefillWorker
 
 
+async def serve(arguments: list[str]) -> None:
+    """Within another program, from the same flags: until cancelled. Raises ConfigurationError or JoinRefused."""
+    await serve_worker(read_config(PrefillConfig, arguments), PrefillWorker)
+
+
 def main() -> int:
     try:
         config = read_config(PrefillConfig)

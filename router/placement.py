@@ -78,14 +78,26 @@ def place(
     chosen = max(candidates, key=lambda worker: (score_decode(worker), worker.num_held_blocks, -worker.num_placed))
     held = min(chosen.num_held_blocks, demand.num_blocks_before_tail)
     missing = (demand.num_blocks_before_tail - held) * demand.block_size
-    sources = _sources(demand, prefill) if missing > local_tokens else ()
+    if missing <= local_tokens:
+        return Placement(chosen.worker_id, (), (), missing)
+    others = [worker for worker in decode if worker.worker_id != chosen.worker_id]
+    computing = _sources(demand, prefill)
+    sources = (*_whole_holder(demand, others, local_tokens), *computing)[:MAX_SOURCES]
     holders: tuple[str, ...] = ()
-    if sources:
-        first = next(worker for worker in prefill if worker.worker_id == sources[0])
+    if computing:
+        first = next(worker for worker in prefill if worker.worker_id == computing[0])
         at_least = max(first.num_held_blocks, held) + local_tokens // demand.block_size
-        others = [worker for worker in (*decode, *prefill) if worker.worker_id not in (chosen.worker_id, sources[0])]
+        others += [worker for worker in prefill if worker.worker_id != first.worker_id]
         holders = _holders(demand, others, at_least)
     return Placement(chosen.worker_id, sources, holders, missing)
+
+
+def _whole_holder(demand: Demand, decode: Sequence[WorkerSnapshot], local_tokens: int) -> tuple[str, ...]:
+    """Another decode worker that has all but what is computed with the tail anyway: nothing needs to be computed for it."""
+    at_least = demand.num_blocks_before_tail - local_tokens // demand.block_size
+    able = [w for w in decode if w.num_held_blocks >= at_least and w.worker_id not in demand.failed_worker_ids]
+    able.sort(key=lambda worker: (worker.num_active, worker.num_placed))
+    return tuple(worker.worker_id for worker in able[:1])
 
 
 def _sources(demand: Demand, prefill: Sequence[WorkerSnapshot]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ and equal tokens give equal output wherever and however they were computed. Used
 of interest.
 """
 
+import ctypes
 from hashlib import blake2b
 
 from kvferry.engine.plan import Chunk, Plan, StepResult
@@ -21,8 +22,9 @@ class BytesMemory:
     def __init__(self, num_slots: int, block_size: int, fill: int = 0xAB):
         size = KV_BYTES * block_size
         self.format = BlockFormat("uint8", (1, 1, 1, block_size, KV_BYTES), block_size, size)
+        self.num_slots = num_slots
         self._bytes = memoryview(bytearray([fill]) * ((num_slots + 1) * size))
-        self.shared_pages = None
+        self.address: int | None = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
 
     def view(self, slot: int) -> memoryview:
         size = self.format.block_bytes

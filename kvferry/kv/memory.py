@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.kv.shared_pages import SharedPages
-
 CANONICAL_LAYOUT = "layer.k:head.dim.token.v:head.token.dim"
 """Keys are kept with their tokens side by side, values with their dims, so that neither is transposed for attention."""
 
@@ -30,8 +28,11 @@ class BlockMemory(Protocol):
     def format(self) -> BlockFormat: ...
 
     @property
-    def shared_pages(self) -> SharedPages | None:
-        """Where the slots lie, from slot 0 on, if other processes may map it."""
+    def num_slots(self) -> int: ...
+
+    @property
+    def address(self) -> int | None:
+        """Where slot 0 begins in this process; the others follow. None if a process's memory is not where they are."""
         ...
 
     def view(self, slot: int) -> memoryview:

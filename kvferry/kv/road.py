@@ -1,11 +1,10 @@
 """A road: how blocks' bytes get from a source's memory to a reader. Notices, acknowledgements and the end go over the fetch stream.
 
 *Offer, read, confirm*: the source says once, when two workers meet, what a reader must know to take the road; for each frame it
-loads the slots that it references, and the reader unloads them as views of the blocks' bytes, which it copies once into its own
-slots and checks; its acknowledgement confirms that, and only then does the source give up its references. Reading another's memory
-and receiving frames are so two kinds of one thing. Nobody writes into another's pool, and a copy is one statement: it cannot
-outlive the slot it goes into. A road whose bytes arrive by themselves (RDMA) lets them land in two frames' worth of memory of its
-own, registered once, and hands out views of that.
+loads the slots that it references, and the reader copies each block once into its own slots and checks it; its acknowledgement
+confirms that, and only then does the source give up its references. Reading another's memory and receiving frames are so two kinds of
+one thing. Nobody writes into another's pool, and a copy is one call: it cannot outlive the slot it goes into. A road whose bytes
+arrive by themselves (RDMA) lets them land in two frames' worth of memory of its own, registered once, and copies from there.
 
 A road is one module in kvferry/kv/roads with a `ROAD`; nothing else names it. `known_roads` finds it, workers offer it and take it
 by its rank, `--transport` accepts its name, `kvferry bench transport` measures it.
@@ -18,7 +17,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from kvferry.errors import ConfigurationError, RoadFailed
+import numpy as np
+
+from kvferry.errors import ConfigurationError
 from kvferry.kv import roads
 from kvferry.kv.memory import BlockMemory
 from kvferry.messages import Frame
@@ -49,15 +50,22 @@ class Outlet(Protocol):
 class Inlet(Protocol):
     """A road's end, at the reader: one for each fetch."""
 
-    async def unload(self, frame: Frame, num_blocks: int, block_bytes: int) -> Sequence[memoryview]:
-        """A view of each block's bytes, good until the next call; the reader releases them before that.
+    async def arrive(self, frame: Frame, num_blocks: int, block_bytes: int) -> None:
+        """Returns when the frame's blocks can be copied. They can until the next call, or until `close`.
 
         Raises BadFrame for a frame that cannot be what it says, RoadFailed where the road itself has broken.
         """
         ...
 
+    def copy(self, number: int, into: memoryview) -> None:
+        """One of the arrived frame's blocks, from 0, into memory of the reader: one call, nothing of it goes on afterwards.
+
+        Raises RoadFailed.
+        """
+        ...
+
     def close(self) -> None:
-        """The fetch has ended, well or not: nothing of it stays mapped, open or referenced. Idempotent."""
+        """The fetch has ended, well or not: nothing of it stays open or referenced. Idempotent."""
         ...
 
 
@@ -87,6 +95,11 @@ class Road:
     """At the reader, from offer and ticket. Raises RoadFailed, saying why it cannot be taken here."""
 
 
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """Without the interpreter's lock, so that two threads may copy at once. Raises ValueError if the sizes differ."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
 @cache
 def known_roads() -> dict[str, Road]:
     """By name, best first."""
@@ -104,6 +117,3 @@ def roads_called(name: str) -> tuple[Road, ...]:
     if name not in known:
         raise ConfigurationError(f"transport: {name!r} is not known; known: auto, {', '.join(known)}")
     return (known[name],)
-
-
-__all__ = ["Cargo", "Inlet", "Outlet", "Road", "RoadFailed", "SourceRoad", "known_roads", "roads_called"]

@@ -125,22 +125,22 @@ class GrpcDialer:
         self._channels: dict[str, aio.Channel] = {}
 
     def attach(self, address: str) -> Any:
-        call = decode_pb2_grpc.DecodeServiceStub(self._channel(address)).Attach(metadata=self._metadata)  # type: ignore[call-arg]
+        call = decode_pb2_grpc.DecodeServiceStub(self.channel(address)).Attach(metadata=self._metadata)  # type: ignore[call-arg]
         return _ClientStream(call, converter.router_message_to_wire, converter.decode_message_from_wire)
 
     def fetch(self, address: str) -> Any:
-        call = self._channel(address).stream_stream(FETCH_METHOD)(metadata=self._metadata)
+        call = self.channel(address).stream_stream(FETCH_METHOD)(metadata=self._metadata)
         return _ClientStream(call, frame_wire.fetch_up_to_bytes, frame_wire.fetch_down_from_bytes)
 
     def join(self, address: str) -> Any:
-        call = registry_pb2_grpc.RegistryServiceStub(self._channel(address)).Join(metadata=self._metadata)  # type: ignore[call-arg]
+        call = registry_pb2_grpc.RegistryServiceStub(self.channel(address)).Join(metadata=self._metadata)  # type: ignore[call-arg]
         return _ClientStream(call, converter.join_up_to_wire, converter.join_down_from_wire)
 
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close()
 
-    def _channel(self, address: str) -> aio.Channel:
+    def channel(self, address: str) -> aio.Channel:
         """The most recently used ones are kept; grpc closes a dropped channel once its calls have ended."""
         channel = self._channels.pop(address, None) or self._connect(address)
         self._channels[address] = channel

@@ -18,6 +18,7 @@ from kvferry.process import read_secret, read_tls, say_state
 from kvferry.rpc.links import GrpcDialer, add_decode_service, add_fetch_service, bind, new_server
 from kvferry.shape import pool_tokens, read_checkpoint_shape
 from kvferry.streams import Dialer
+from kvferry.worker.allocation import keep_freed_memory
 from kvferry.worker.loop import Executor, ThreadExecutor
 from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.settings import WorkerSettings
@@ -25,6 +26,7 @@ from kvferry.worker.settings import WorkerSettings
 
 async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, Dialer, WorkerSettings], Any]) -> None:
     """Until cancelled. Raises ConfigurationError or JoinRefused."""
+    keep_freed_memory()
     name = config.name or f"{config.role}-{os.getpid()}"
     roads = roads_called(config.transport)
     secret, tls = read_secret(config.secret_file), read_tls(config)
@@ -56,6 +58,7 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
         itl_target_s=config.itl_target_ms / 1000 if isinstance(config, DecodeConfig) else 0.0,
         max_step_tokens=config.max_step_tokens,
         max_local_tokens=config.max_local_tokens if isinstance(config, DecodeConfig) else 0,
+        max_warm=config.max_warm if isinstance(config, DecodeConfig) else 0,
         num_threads=config.threads,
         ceilings=ceilings,
         silence_s=config.silence_s,

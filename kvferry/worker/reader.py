@@ -8,12 +8,11 @@ goes wrong is a `FetchFailed` with a kind; the blocks that arrived stay. Stream 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import BadFrame, FetchFailed, RoadFailed
-from kvferry.kv.frame import FrameBlock, check_block, unpack_header
+from kvferry.kv.frame import FrameBlock, unpack_header
 from kvferry.kv.memory import BlockMemory
 from kvferry.kv.road import Inlet
 from kvferry.messages import (
@@ -28,7 +27,9 @@ from kvferry.messages import (
     Frame,
     Source,
 )
+from kvferry.racing import until_first
 from kvferry.streams import Dialer, Stream, StreamEnded
+from kvferry.worker.copier import Copier
 from kvferry.worker.counters import Counters
 from kvferry.worker.meeting import Meeting, Meetings
 from kvferry.worker.patience import FetchBudgets, Patience
@@ -55,6 +56,27 @@ class _MeetAgain(Exception):
     """The source is another one than was met."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """One fetch over one road."""
+
+    meeting: Meeting
+    ticket: bytes
+    sequence: Sequence
+    opening: FetchOpen
+    report: FetchReport
+    inbox: asyncio.Queue[FetchDown | FetchFailed]
+    outbox: asyncio.Queue[FetchUp]
+
+
+async def _send_all(stream: Stream[FetchUp, FetchDown], outbox: asyncio.Queue[FetchUp]) -> None:
+    """Beside receiving, which tells if the stream has ended."""
+    with contextlib.suppress(StreamEnded):
+        while True:
+            await stream.send(await outbox.get())
+    await asyncio.get_running_loop().create_future()
+
+
 class BlockReader:
     """Fetches into one worker's memory."""
 
@@ -63,6 +85,7 @@ class BlockReader:
     ):
         self._dialer, self._memory, self._meetings = dialer, memory, meetings
         self._counters, self._budgets = counters, budgets
+        self._copier = Copier()
 
     async def fetch(self, sequence: Sequence, opening: FetchOpen, report: FetchReport) -> None:
         """Returns when every block of `opening` is sealed in `sequence`; raises FetchFailed. Fills in `report`."""
@@ -82,7 +105,8 @@ class BlockReader:
         """Lets a source compute a chain for which there is no room here yet. Raises FetchFailed."""
         stream = self._dialer.fetch(source.address)
         try:
-            await self._send_opening(stream, replace(opening, warm=True))
+            with contextlib.suppress(StreamEnded):  # receiving tells why
+                await stream.send(replace(opening, warm=True))
             patience = Patience(self._budgets, self._now())
             while not isinstance(await self._receive(stream, patience), FetchEnd):
                 pass
@@ -102,12 +126,13 @@ class BlockReader:
         )
         stream = self._dialer.fetch(report.source.address)
         try:
-            await self._send_opening(stream, opening)
-            inlet = await meeting.enter(ticket)
-            try:
-                await self._receive_blocks(stream, inlet, meeting, sequence, opening, report)
-            finally:
-                inlet.close()
+            inbox: asyncio.Queue[FetchDown | FetchFailed] = asyncio.Queue(1)
+            outbox: asyncio.Queue[FetchUp] = asyncio.Queue()
+            outbox.put_nowait(opening)
+            arriving = _Arriving(meeting, ticket, sequence, opening, report, inbox, outbox)
+            await until_first(
+                self._take_messages(arriving), self._receive_ahead(stream, inbox), _send_all(stream, outbox)
+            )
         except RoadFailed as failed:
             self._meetings.bar(meeting, failed.message)
             return False
@@ -122,38 +147,40 @@ class BlockReader:
             stream.close()
         return True
 
-    async def _send_opening(self, stream: Stream[FetchUp, FetchDown], opening: FetchOpen) -> None:
-        try:
-            async with asyncio.timeout(self._budgets.silence_s):
-                await stream.send(opening)
-        except (StreamEnded, TimeoutError) as error:
-            raise FetchFailed(FetchFailureKind.UNREACHABLE.value, f"the source cannot be reached: {error}") from error
-
-    async def _receive_blocks(
-        self,
-        stream: Stream[FetchUp, FetchDown],
-        inlet: Inlet,
-        meeting: Meeting,
-        sequence: Sequence,
-        opening: FetchOpen,
-        report: FetchReport,
+    async def _receive_ahead(
+        self, stream: Stream[FetchUp, FetchDown], inbox: asyncio.Queue[FetchDown | FetchFailed]
     ) -> None:
+        """The next message is on its way while a frame is copied; a failure comes after all that arrived before it."""
         patience, has_heard = Patience(self._budgets, self._now()), False
-        while True:
-            message = await self._receive(stream, patience, has_heard)
-            if isinstance(message, FetchProgress):
-                if not has_heard:
-                    already = max(message.num_sealed_blocks - opening.first_block, 0)
+        try:
+            while True:
+                await inbox.put(await self._receive(stream, patience, has_heard))
+                has_heard = True
+        except FetchFailed as failed:
+            await inbox.put(failed)
+            await asyncio.get_running_loop().create_future()
+
+    async def _take_messages(self, arriving: "_Arriving") -> None:
+        inlet = await arriving.meeting.enter(arriving.ticket)
+        try:
+            has_heard = False
+            while True:
+                message = await arriving.inbox.get()
+                if isinstance(message, FetchFailed):
+                    raise message
+                if isinstance(message, FetchProgress) and not has_heard:
+                    already = max(message.num_sealed_blocks - arriving.opening.first_block, 0)
+                    report = arriving.report
                     report.num_source_cached_blocks = max(report.num_source_cached_blocks, already)
-            elif isinstance(message, Frame):
-                report.road = meeting.road.name
-                await self._take_frame(message, inlet, sequence, opening, report)
-                with contextlib.suppress(StreamEnded):  # what has arrived can still be received; the end tells the rest
-                    await stream.send(FetchAck(message.frame_number))
-            elif isinstance(message, FetchEnd):
-                self._check_end(message, sequence, opening)
-                return
-            has_heard = True
+                elif isinstance(message, Frame):
+                    await self._take_frame(message, inlet, arriving)
+                    arriving.outbox.put_nowait(FetchAck(message.frame_number))
+                elif isinstance(message, FetchEnd):
+                    self._check_end(message, arriving.sequence, arriving.opening)
+                    return
+                has_heard = True
+        finally:
+            inlet.close()
 
     async def _receive(
         self, stream: Stream[FetchUp, FetchDown], patience: Patience, has_heard: bool = False
@@ -169,42 +196,40 @@ class BlockReader:
         patience.heard(message, self._now())
         return message
 
-    async def _take_frame(
-        self, frame: Frame, inlet: Inlet, sequence: Sequence, opening: FetchOpen, report: FetchReport
-    ) -> None:
+    async def _take_frame(self, frame: Frame, inlet: Inlet, arriving: "_Arriving") -> None:
         """Copies, checks, seals. Nothing is taken from the pool before the bytes can be copied, so no copy outlives its slot."""
-        form = self._memory.format
+        form, sequence, report = self._memory.format, arriving.sequence, arriving.report
+        report.road = arriving.meeting.road.name
         try:
-            wanted = sequence.block_ids[: len(opening.tokens) // form.block_size]
+            wanted = sequence.block_ids[: len(arriving.opening.tokens) // form.block_size]
             blocks = unpack_header(frame.header, form, sequence.num_sealed_blocks, wanted)
-            views = await inlet.unload(frame, len(blocks), form.block_bytes)
-            try:
-                for block, view in zip(blocks, views, strict=True):
-                    self._seal_block(block, view, sequence, report)
-            finally:
-                _release(views)
+            await inlet.arrive(frame, len(blocks), form.block_bytes)
+            self._seal_blocks(blocks, inlet, sequence, report)
         except BadFrame as bad:
             self._counters.add(f"bad_frame_{bad.kind}")
             raise FetchFailed(FetchFailureKind.BAD_FRAME.value, bad.message) from bad
-        num_bytes = len(blocks) * form.block_bytes
-        self._counters.add("fetched_bytes", num_bytes)
-        self._counters.add(f"fetched_bytes_over_{report.road}", num_bytes)
 
-    def _seal_block(self, block: FrameBlock, view: memoryview, sequence: Sequence, report: FetchReport) -> None:
-        slot = sequence.hold.take()
-        copy = self._memory.view(slot)
-        copy[:] = view
-        try:
-            check_block(block, copy)
-        except BadFrame:
+    def _seal_blocks(self, blocks: list[FrameBlock], inlet: Inlet, sequence: Sequence, report: FetchReport) -> None:
+        """In order, up to the first that is not what it should be, which is raised."""
+        slots = [sequence.hold.take() for _ in blocks]
+        faults = self._copier.copy_and_check(inlet, blocks, [self._memory.view(slot) for slot in slots])
+        num_good = next((number for number, fault in enumerate(faults) if fault is not None), len(blocks))
+        for slot in slots[:num_good]:
+            sequence.received(slot)
+        for slot in reversed(slots[num_good:]):
             sequence.hold.put_back(slot)
-            raise
-        sequence.received(slot)
-        report.last_block_s = self._now()
-        report.first_block_s = report.first_block_s if report.first_block_s is not None else report.last_block_s
-        report.num_blocks += 1
-        report.num_bytes += self._memory.format.block_bytes
-        self._counters.add("fetched_blocks")
+        if num_good:
+            report.last_block_s = self._now()
+            report.first_block_s = report.first_block_s if report.first_block_s is not None else report.last_block_s
+            num_bytes = num_good * self._memory.format.block_bytes
+            report.num_blocks += num_good
+            report.num_bytes += num_bytes
+            self._counters.add("fetched_blocks", num_good)
+            self._counters.add("fetched_bytes", num_bytes)
+            self._counters.add(f"fetched_bytes_over_{report.road}", num_bytes)
+        fault = faults[num_good] if num_good < len(blocks) else None
+        if fault is not None:
+            raise fault
 
     def _check_end(self, end: FetchEnd, sequence: Sequence, opening: FetchOpen) -> None:
         wanted = len(opening.tokens) // self._memory.format.block_size
@@ -219,9 +244,3 @@ class BlockReader:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _release(views: ListOf[memoryview]) -> None:
-    """At once, so that a road can let go of the memory behind them."""
-    for view in views:
-        view.release()

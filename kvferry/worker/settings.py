@@ -23,6 +23,8 @@ class WorkerSettings:
     max_step_tokens: int = 2048
     max_local_tokens: int = 512
     """A decode worker whose sources all failed computes up to so many missing tokens, and hands back what lacks more."""
+    max_warm: int = 4
+    """So many of a decode worker's requests without room have their prompts computed meanwhile; 0: none."""
     num_threads: int = 1
     ceilings: Ceilings = field(default_factory=Ceilings)
     silence_s: float = 3.0

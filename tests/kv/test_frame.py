@@ -21,8 +21,10 @@ HEADER = pack_header(FORMAT, 2, IDS[2:5], [block_digest(IDS[k], BLOCKS[k]) for k
 
 def read(header=HEADER, payload=PAYLOAD, first=2, ids=IDS, form=FORMAT) -> list[bytes]:
     blocks = unpack_header(header, form, first, ids)
-    views = asyncio.run(InlineInlet().unload(Frame(0, header, payload), len(blocks), form.block_bytes))
-    copies = [bytearray(view) for view in views]
+    inlet, copies = InlineInlet(), [bytearray(form.block_bytes) for _ in blocks]
+    asyncio.run(inlet.arrive(Frame(0, header, payload), len(blocks), form.block_bytes))
+    for number, copy in enumerate(copies):
+        inlet.copy(number, memoryview(copy))
     for block, copy in zip(blocks, copies, strict=True):
         check_block(block, memoryview(copy))
     return [bytes(copy) for copy in copies]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvferry.errors import BadFrame, RoadFailed
 from kvferry.kv.memory import BlockMemory
 from kvferry.kv.places import pack_slots, unpack_slots
-from kvferry.kv.road import MIB, Cargo, Road
+from kvferry.kv.road import MIB, Cargo, Road, copy_bytes
 from kvferry.messages import Frame
 
 _offered: "weakref.WeakValueDictionary[bytes, InProcessSource]" = weakref.WeakValueDictionary()
@@ -35,20 +35,21 @@ class InProcessSource:
 
 
 class InProcessInlet:
-    def __init__(self, source: InProcessSource):
-        self._source: InProcessSource | None = source
+    def __init__(self, memory: BlockMemory):
+        self._memory = memory
+        self._slots: list[int] = []
 
-    async def unload(self, frame: Frame, num_blocks: int, block_bytes: int) -> Sequence[memoryview]:
-        source = self._source
-        if source is None:
-            raise RoadFailed("the fetch has ended")
-        views = [source.memory.view(slot).toreadonly() for slot in unpack_slots(frame.place, num_blocks)]
-        if any(len(view) != block_bytes for view in views):
-            raise BadFrame("place", "a slot lies beyond the source's memory")
-        return views
+    async def arrive(self, frame: Frame, num_blocks: int, block_bytes: int) -> None:
+        del block_bytes
+        self._slots = unpack_slots(frame.place, num_blocks)
+        if max(self._slots) > self._memory.num_slots:
+            raise BadFrame("place", f"slot {max(self._slots)} lies beyond the source's {self._memory.num_slots}")
+
+    def copy(self, number: int, into: memoryview) -> None:
+        copy_bytes(self._memory.view(self._slots[number]), into)
 
     def close(self) -> None:
-        self._source = None
+        """Nothing is held."""
 
 
 async def enter(offer: bytes, ticket: bytes) -> InProcessInlet:
@@ -56,7 +57,7 @@ async def enter(offer: bytes, ticket: bytes) -> InProcessInlet:
     source = _offered.get(offer)
     if source is None:
         raise RoadFailed("the source lives in another process")
-    return InProcessInlet(source)
+    return InProcessInlet(source.memory)
 
 
 ROAD = Road("inproc", rank=10, frame_bytes=16 * MIB, lay=InProcessSource, enter=enter)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvferry.errors import BadFrame
 from kvferry.kv.memory import BlockMemory
-from kvferry.kv.road import MIB, Cargo, Road
+from kvferry.kv.road import MIB, Cargo, Road, copy_bytes
 from kvferry.messages import Frame
 
 
@@ -31,19 +31,26 @@ class InlineSource:
 
 
 class InlineInlet:
-    async def unload(self, frame: Frame, num_blocks: int, block_bytes: int) -> Sequence[memoryview]:
+    def __init__(self) -> None:
+        self._pieces: list[memoryview] = []
+
+    async def arrive(self, frame: Frame, num_blocks: int, block_bytes: int) -> None:
         payload = frame.payload
         if isinstance(payload, tuple):  # within one process the pieces come as they are
             if len(payload) != num_blocks or any(len(piece) != block_bytes for piece in payload):
                 raise BadFrame("truncated", f"{len(payload)} pieces, expected {num_blocks} of {block_bytes} bytes")
-            return [piece[:] for piece in payload]
+            self._pieces = list(payload)
+            return
         view = memoryview(payload)
         if len(view) != num_blocks * block_bytes:
             raise BadFrame("truncated", f"payload of {len(view)} bytes, expected {num_blocks * block_bytes}")
-        return [view[k * block_bytes : (k + 1) * block_bytes] for k in range(num_blocks)]
+        self._pieces = [view[k * block_bytes : (k + 1) * block_bytes] for k in range(num_blocks)]
+
+    def copy(self, number: int, into: memoryview) -> None:
+        copy_bytes(self._pieces[number], into)
 
     def close(self) -> None:
-        """Nothing is held."""
+        self._pieces = []
 
 
 async def enter(offer: bytes, ticket: bytes) -> InlineInlet:
@@ -51,4 +58,4 @@ async def enter(offer: bytes, ticket: bytes) -> InlineInlet:
     return InlineInlet()
 
 
-ROAD = Road("grpc", rank=40, frame_bytes=2 * MIB, lay=InlineSource, enter=enter)
+ROAD = Road("grpc", rank=40, frame_bytes=4 * MIB, lay=InlineSource, enter=enter)

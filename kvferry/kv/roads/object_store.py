@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.errors import BadFrame, RoadFailed
 from kvferry.kv.memory import BlockMemory
-from kvferry.kv.road import MIB, Cargo, Road
+from kvferry.kv.road import MIB, Cargo, Road, copy_bytes
 from kvferry.messages import Frame
 
 METHOD = "ship_blocks"
@@ -71,9 +71,11 @@ class ObjectStoreOutlet:
 class ObjectStoreInlet:
     def __init__(self, generator: Any):
         self._generator: Any = generator
+        self._arrays: Shipment = []
 
-    async def unload(self, frame: Frame, num_blocks: int, block_bytes: int) -> Sequence[memoryview]:
+    async def arrive(self, frame: Frame, num_blocks: int, block_bytes: int) -> None:
         del frame
+        self._arrays = []  # the object before this one is given back
         try:
             async with asyncio.timeout(OBJECT_TIMEOUT_S):
                 reference = await anext(self._generator)
@@ -90,11 +92,14 @@ class ObjectStoreInlet:
         )
         if not is_shipment or len(arrays) != num_blocks:
             raise BadFrame("truncated", f"an object that is not {num_blocks} blocks of {block_bytes} bytes")
-        return [memoryview(array).cast("B") for array in arrays]
+        self._arrays = arrays
+
+    def copy(self, number: int, into: memoryview) -> None:
+        copy_bytes(self._arrays[number].data, into)
 
     def close(self) -> None:
         """Dropping the generator drops what it has yielded; the source ends it with the fetch."""
-        self._generator = None
+        self._generator, self._arrays = None, []
 
 
 def lay(memory: BlockMemory) -> ObjectStoreSource | None:

@@ -1,0 +1,80 @@
+"""A deployment on this machine whose workers are actors of a Ray that is started for them; the router stays a process.
+
+What `--transport ray` needs: blocks then go through the object store. Everything else is as in deploy/local.py.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from deploy.local import MODULES, Child, LocalDeployment, LocalPlan
+from kvferry.errors import ConfigurationError
+
+STORE_BYTES = 512 * 1024 * 1024
+"""Two frames of every fetch are in it at a time."""
+SIGKILL_CODE = -9
+
+
+def deployment_of(plan: LocalPlan, on_change: Callable[[Child], None] = lambda child: None) -> LocalDeployment:
+    """Raises ConfigurationError."""
+    return (RayDeployment if plan.transport == "ray" else LocalDeployment)(plan, on_change)
+
+
+class RayDeployment(LocalDeployment):
+    """Use `running()`."""
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[LocalDeployment]:
+        ray = _import_ray()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        await asyncio.to_thread(
+            ray.init,
+            address="local",
+            num_cpus=max(self.plan.num_prefill + self.plan.num_decode, 1),
+            include_dashboard=False,
+            object_store_memory=STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace=f"kvferry-{os.getpid()}",
+        )
+        try:
+            async with super().running() as deployment:
+                yield deployment
+        finally:
+            await asyncio.to_thread(ray.shutdown)
+
+    async def _live(self, child: Child) -> int:
+        if child.role == "router":
+            return await super()._live(child)
+        from deploy.ray_actor import WorkerActor
+
+        ray = _import_ray()
+        child.num_starts += 1
+        self._set_state(child, "starting")
+        name = f"{child.name}-{child.num_starts}"
+        actor: Any = (
+            ray.remote(WorkerActor)
+            .options(name=name, num_cpus=1)
+            .remote(MODULES[child.role], self._arguments_of(child), self._environment)
+        )
+        try:
+            child.pid = await actor.pid.remote()
+            ended = actor.run.remote()
+            async for reference in actor.states.remote():
+                self._heard(child, await reference)
+            return await ended
+        except ray.exceptions.RayActorError:
+            return SIGKILL_CODE
+        finally:
+            ray.kill(actor)
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigurationError("transport ray needs Ray: pip install 'kvferry[ray]'") from error
+    return ray

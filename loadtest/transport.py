@@ -1,0 +1,122 @@
+"""`kvferry bench transport`: what each road moves, beside what moving the same bytes costs with nothing around it.
+
+Rounds in turn: the road's fetch (digests on), then what it is compared with, in the same processes on the same memory. Ratios are of
+medians. Let nothing else run.
+"""
+
+import asyncio
+import statistics
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+from kvferry.inprocess import Network
+from kvferry.kv.road import Road, known_roads, roads_called
+from kvferry.rpc.links import GrpcDialer
+from kvferry.worker.allocation import keep_freed_memory
+from loadtest.transport_ends import SECRET, SIZES, ReaderEnd, Size, SourceEnd, bare_stream
+
+COPY, STREAM, STORE = "one plain copy", "a bare grpc.aio stream", "put + get + one copy"
+COMPARED_WITH = {"shm": COPY, "inproc": COPY, "grpc": STREAM, "ray": STORE}
+TARGETS = {"shm": 0.6, "grpc": 0.8, "ray": 0.8}
+MAX_CHECK_SHARES = {"shm": 0.25, "grpc": 0.10}
+
+Bare = Callable[[Size], Awaitable[float]]
+"""Seconds of what a road is compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportFigure:
+    """Medians of a road and a size; seconds."""
+
+    road: str
+    size: str
+    num_bytes: int
+    fetch_s: float
+    bare_s: float
+    check_s: float
+
+    @property
+    def ratio(self) -> float:
+        """The road's rate against the bare one's."""
+        return self.bare_s / self.fetch_s
+
+    @property
+    def check_share(self) -> float:
+        return self.check_s / self.fetch_s
+
+
+async def measure_roads(names: list[str], num_rounds: int) -> AsyncIterator[TransportFigure]:
+    """Raises ConfigurationError for an unknown road, FetchFailed where one does not work here."""
+    for name in names or known_roads():
+        (road,) = roads_called(name)
+        measured = _in_actors if name == "ray" else _in_process if name == "inproc" else _in_two_processes
+        async for figure in measured(road, num_rounds):
+            yield figure
+
+
+async def _in_two_processes(road: Road, num_rounds: int) -> AsyncIterator[TransportFigure]:
+    keep_freed_memory()
+    source = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "loadtest.transport_ends", road.name, stdout=asyncio.subprocess.PIPE
+    )
+    dialer = GrpcDialer(SECRET)
+    try:
+        assert source.stdout is not None
+        address = (await source.stdout.readline()).decode().strip()
+        reader = ReaderEnd(dialer, (road,))
+
+        async def bare(size: Size) -> float:
+            if COMPARED_WITH[road.name] == COPY:
+                return reader.copy(size)
+            return await bare_stream(dialer, address, size.num_blocks * reader.block_bytes, reader.frame_bytes(road))
+
+        async for figure in _rounds(road, reader, address, bare, num_rounds):
+            yield figure
+    finally:
+        await dialer.close()
+        source.kill()
+        await source.wait()
+
+
+async def _in_process(road: Road, num_rounds: int) -> AsyncIterator[TransportFigure]:
+    async with asyncio.TaskGroup() as group:
+        network, source = Network(group), SourceEnd((road,))
+        network.listen("source", source)
+        running = group.create_task(source.loop.run())
+        reader = ReaderEnd(network, (road,))
+
+        async def bare(size: Size) -> float:
+            return reader.copy(size)
+
+        async for figure in _rounds(road, reader, "source", bare, num_rounds):
+            yield figure
+        running.cancel()
+
+
+async def _in_actors(road: Road, num_rounds: int) -> AsyncIterator[TransportFigure]:
+    from loadtest.transport_actors import measure_in_actors
+
+    block_bytes, measured = await asyncio.to_thread(measure_in_actors, SIZES, num_rounds)
+    for size, (fetches, bares, checks) in zip(SIZES, measured, strict=True):
+        yield _figure(road, size, block_bytes, fetches, bares, checks)
+
+
+async def _rounds(
+    road: Road, reader: ReaderEnd, address: str, bare: Bare, num_rounds: int
+) -> AsyncIterator[TransportFigure]:
+    for size in SIZES:
+        fetches, bares, checks = list[float](), list[float](), list[float]()
+        await reader.fetch(address, size)  # meets, and touches every page
+        for _ in range(num_rounds):
+            fetches.append(await reader.fetch(address, size))
+            bares.append(await bare(size))
+            checks.append(reader.check(size))
+        yield _figure(road, size, reader.block_bytes, fetches, bares, checks)
+
+
+def _figure(
+    road: Road, size: Size, block_bytes: int, fetches: list[float], bares: list[float], checks: list[float]
+) -> TransportFigure:
+    medians = (statistics.median(seconds) for seconds in (fetches, bares, checks))
+    return TransportFigure(road.name, size.name, size.num_blocks * block_bytes, *medians)
