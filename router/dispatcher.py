@@ -231,6 +231,8 @@ class Dispatcher:
     def _open(self, live: Live, placement: Placement, now: float) -> None:
         decode = self.members.get(placement.decode_id)
         prefill = self.members.get(placement.source_ids[0]) if placement.source_ids else None
+        if prefill is not None and prefill.role is Role.DECODE:
+            prefill = None  # it only hands out what it has
         assert decode is not None
         attempt = live.journal.next_attempt()
         starts = live.journal.starts()

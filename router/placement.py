@@ -86,8 +86,8 @@ def place(
     holders: tuple[str, ...] = ()
     if computing:
         first = next(worker for worker in prefill if worker.worker_id == computing[0])
-        at_least = max(first.num_held_blocks, held) + local_tokens // demand.block_size
-        others += [worker for worker in prefill if worker.worker_id != first.worker_id]
+        at_least = first.num_held_blocks + local_tokens // demand.block_size
+        others = [worker for worker in (*decode, *prefill) if worker.worker_id != first.worker_id]
         holders = _holders(demand, others, at_least)
     return Placement(chosen.worker_id, sources, holders, missing)
 

@@ -1,0 +1,169 @@
+"""What is particular to the hand-off, in virtual time: who can be a source, roads, computing ahead, stalled readers and sources."""
+
+import asyncio
+import random
+
+import pytest
+
+from kvferry.kv.road import known_roads, roads_called
+from router.dispatcher import DispatchLimits
+from router.live import wait_all
+from tests.in_process import BLOCK, deployment
+from tests.test_in_process import expected
+from tests.virtual_time import run_virtual
+
+LOCAL = ("inproc", "shm", "grpc")
+"""Roads within one process; the object store needs actors."""
+
+
+def prompt_of(length, seed=1):
+    return [random.Random(f"{seed} {k}").randrange(1000) for k in range(length)]
+
+
+def counter(d, worker, name):
+    return d.nodes[worker].worker.body.counters.values[name]
+
+
+@pytest.mark.parametrize("road", LOCAL)
+def test_every_road_brings_the_same_blocks(road):
+    async def main():
+        limits = DispatchLimits(local_tokens=0)
+        async with deployment("p1", "d1", limits=limits, roads=roads_called(road), max_step_tokens=64) as d:
+            for length in (1, BLOCK, BLOCK + 1, 5 * BLOCK, 777):
+                prompt = prompt_of(length, (road, length))
+                live = d.submit(prompt, 20)
+                await wait_all([live])
+                assert live.journal.choices[0].tokens == expected(prompt, 20)
+                assert live.summary().num_fetched_blocks == (length - 1) // BLOCK
+                assert live.summary().road == (road if length > BLOCK else "")
+            moved = counter(d, "d1", f"fetched_bytes_over_{road}")
+            assert moved == counter(d, "p1", "served_bytes") == counter(d, "d1", "fetched_bytes")
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_the_best_road_that_both_ends_have_is_taken():
+    async def main():
+        for theirs, mine, taken in (
+            ("grpc", None, "grpc"),
+            (None, "shm", "shm"),
+            (None, None, next(iter(known_roads()))),
+        ):
+            async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+                d.start("p1", **({"roads": roads_called(theirs)} if theirs else {}))
+                d.start("d1", **({"roads": roads_called(mine)} if mine else {}))
+                await d.ready("p1", "d1")
+                prompt = prompt_of(200)
+                live = d.submit(prompt, 4)
+                await wait_all([live])
+                assert live.journal.choices[0].tokens == expected(prompt, 4)
+                assert live.summary().road == taken
+
+    run_virtual(main)
+
+
+def test_workers_without_a_road_in_common_say_so_and_compute_locally():
+    async def main():
+        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+            d.start("p1", roads=roads_called("grpc"))
+            d.start("d1", roads=roads_called("shm"))
+            await d.ready("p1", "d1")
+            assert await d.answer(prompt_of(200), 4) == expected(prompt_of(200), 4)
+            assert counter(d, "d1", "fetch_failed_road") == 1
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_hot_prefix_goes_from_decode_worker_to_decode_worker_and_is_computed_once():
+    async def main():
+        async with deployment("p1", "d1", limits=DispatchLimits(local_tokens=0)) as d:
+            prompt = prompt_of(20 * BLOCK + 3)
+            assert await d.answer(prompt, 4) == expected(prompt, 4)
+            busy = d.submit(prompt_of(BLOCK, "busy"), 400)
+            d.start("d2")
+            await d.ready("d2")
+            computed = counter(d, "p1", "computed_tokens")
+            live = d.submit(prompt, 4)
+            await wait_all([live])
+            assert live.journal.choices[0].tokens == expected(prompt, 4)
+            assert (live.decode_id, live.summary().source_worker_id) == ("d2", "d1")
+            assert live.summary().num_fetched_blocks == 20
+            assert counter(d, "p1", "computed_tokens") == computed
+            await wait_all([busy])
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_what_decode_generated_is_not_computed_again_in_the_next_turn():
+    async def main():
+        limits = DispatchLimits(local_tokens=0)
+        async with deployment("p1", "p2", "d1", limits=limits) as d:
+            first = prompt_of(10 * BLOCK)
+            answer = await d.answer(first, 6 * BLOCK)
+            await asyncio.sleep(1)
+            before = {name: counter(d, name, "computed_tokens") for name in ("p1", "p2", "d1")}
+            second = [*first, *answer, *prompt_of(5 * BLOCK + 1, "new")]
+            assert await d.answer(second, 4) == expected(second, 4)
+            after = {name: counter(d, name, "computed_tokens") - before[name] for name in before}
+            whole_blocks = 15 * BLOCK  # the last generated token never had KV: its block is not whole
+            assert after["p1"] + after["p2"] == len(second) - 1 - whole_blocks
+            assert after["d1"] == 1 + 3
+            await d.quiet()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("max_warm", [4, 0])
+def test_a_request_without_room_has_its_prompt_computed_meanwhile(max_warm):
+    async def main():
+        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+            d.start("p1", num_slots=200)
+            d.start("d1", num_slots=40, max_warm=max_warm)
+            await d.ready("p1", "d1")
+            long = d.submit(prompt_of(5 * BLOCK), 34 * BLOCK)
+            while long.journal.num_tokens < 25 * BLOCK:
+                await asyncio.sleep(0.05)
+            waiting = prompt_of(20 * BLOCK + 1, "waiting")
+            later = d.submit(waiting, 4)
+            await asyncio.sleep(1)
+            assert d.nodes["d1"].worker.load().num_waiting == 1
+            assert counter(d, "p1", "warmed_chains") == (1 if max_warm else 0)
+            assert counter(d, "p1", "computed_tokens") == 4 * BLOCK + (20 * BLOCK if max_warm else 0)
+            await wait_all([long, later])
+            assert later.journal.choices[0].tokens == expected(waiting, 4)
+            assert counter(d, "p1", "computed_tokens") == 24 * BLOCK
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_reader_that_stalls_costs_its_source_two_frames_and_harms_nobody():
+    """Over the fetch stream with small frames: the source's pool goes on serving others."""
+
+    async def main():
+        from dataclasses import replace
+
+        (road,) = roads_called("grpc")
+        small = (replace(road, frame_bytes=2 * 1024),)
+        async with deployment("p1", "d1", "d2", limits=DispatchLimits(local_tokens=0), roads=small, num_slots=60) as d:
+            source = d.nodes["p1"].worker
+            stalled = d.submit(prompt_of(40 * BLOCK), 4)
+            while counter(d, "p1", "served_blocks") == 0:
+                await asyncio.sleep(0.01)
+            victim = stalled.decode_id
+            d.network.freeze(victim)
+            await asyncio.sleep(0.5)
+            held = source.body.pool.counts
+            assert held.num_live <= 40
+            other = "d2" if victim == "d1" else "d1"
+            answers = await asyncio.gather(*(d.answer(prompt_of(30 * BLOCK, k), 4) for k in range(3)))
+            assert answers == [expected(prompt_of(30 * BLOCK, k), 4) for k in range(3)]
+            assert counter(d, other, "requests_opened") >= 3
+            d.network.thaw(victim)
+            await wait_all([stalled])
+            assert stalled.journal.choices[0].tokens == expected(prompt_of(40 * BLOCK), 4)
+
+    run_virtual(main)
