@@ -249,6 +249,20 @@ def bench_transport(
     _run(print_transport_figures(transport or [], rounds, as_json))
 
 
+@bench_app.command("hand-off")
+def bench_handoff(
+    transport: Annotated[
+        list[str] | None, typer.Option("--transport", help="shm or grpc; may be repeated. Both if not given.")
+    ] = None,
+    model: Model = None,
+    as_json: Json = False,
+) -> None:
+    """What of the hand-off a request still waits for, and what receiving costs streams. Let nothing else run."""
+    from deploy.handoff_report import print_handoff_figures
+
+    _run(print_handoff_figures(_directory(model), transport or [], as_json, notes))
+
+
 @bench_app.command("peers")
 def bench_peers(
     peers: Annotated[Path, typer.Option("--peers", help="Directory with the peers' environments and model files.")],

@@ -1,0 +1,169 @@
+"""`kvferry bench hand-off`: what of the hand-off a request still waits for, and what receiving costs those that stream meanwhile.
+
+A real deployment of one prefill and one decode worker, asked over HTTP; the instants of steps come from the workers' debug logs, whose
+clock is the host's. The decode worker has a core to itself where there are two. Let nothing else run.
+"""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from deploy.local import LocalDeployment, LocalPlan
+from kvferry.worker.loop import StepLine
+
+LENGTHS = (1024, 4096)
+NUM_ROUNDS = 3
+NUM_STREAMS = 8
+STREAM_TOKENS, QUIET_S, BUSY_S = 700, 3.0, 12.0
+MAX_EXPOSED = {"shm": 0.03, "grpc": 0.08}
+MAX_TAIL, MAX_ITL = 1.5, 1.10
+KV_TOKENS = 24_000
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffFigure:
+    name: str
+    value: float
+    limit: float | None
+    note: str
+
+    @property
+    def holds(self) -> bool:
+        return self.limit is None or self.value <= self.limit
+
+
+async def print_handoff_figures(model: Path, transports: list[str], as_json: bool, notes: Console) -> None:
+    """Raises ConfigurationError."""
+    table = Table("road", "figure", "value", "at most", "of what")
+    for transport in transports or list(MAX_EXPOSED):
+        notes.print(f"measuring {transport}")
+        async for figure in _measure(model, transport):
+            if as_json:
+                common = {"figure": figure.name, "value": round(figure.value, 4), "unit": "ratio", "road": transport}
+                print(
+                    json.dumps({**common, "target": figure.limit, "holds": figure.holds, "note": figure.note}),
+                    flush=True,
+                )
+            else:
+                limit = "" if figure.limit is None else f"{figure.limit:.2f}"
+                table.add_row(transport, figure.name, f"{figure.value:.3f}", limit, figure.note)
+    if not as_json:
+        Console(highlight=False, width=max(Console().width, 120)).print(table)
+
+
+async def _measure(model: Path, transport: str) -> AsyncIterator[HandOffFigure]:
+    extra = {role: ["--log-level=debug"] for role in ("prefill", "decode")}
+    plan = LocalPlan(model, kv_tokens=KV_TOKENS, weights="float16", transport=transport, extra=extra)
+    async with (
+        LocalDeployment(plan).running() as deployment,
+        httpx.AsyncClient(base_url=deployment.url, timeout=600, trust_env=False) as client,
+    ):
+        _give_decode_a_core(deployment)
+        await _complete(client, _ids(64, "first"), 2)
+        for length in LENGTHS:
+            exposed = [await _exposed(deployment, client, length, k, transport) for k in range(NUM_ROUNDS)]
+            share = statistics.median(gap / ttft for gap, ttft in exposed)
+            gap_ms = statistics.median(gap for gap, _ in exposed) * 1e3
+            ttft_ms = statistics.median(ttft for _, ttft in exposed) * 1e3
+            note = f"{gap_ms:.1f} ms from the last prefill step to the tail's plan, of {ttft_ms:.0f} ms TTFT"
+            yield HandOffFigure(f"exposed_{length}", share, MAX_EXPOSED.get(transport), note)
+        async for figure in _beside_streams(deployment, client):
+            yield figure
+
+
+async def _exposed(
+    deployment: LocalDeployment, client: httpx.AsyncClient, length: int, number: int, transport: str
+) -> tuple[float, float]:
+    """Seconds from the end of the last prefill step to the plan of the tail's step, and to the first token."""
+    prompt = _ids(length, (transport, length, number))
+    began = time.monotonic()
+    answer, ttft_s = await _stream(client, prompt, 2)
+    assert answer["source_worker"] == "prefill-1", answer
+    await asyncio.sleep(0.3)
+    last = max(s.planned_s + s.duration_s for s in _steps(deployment, "prefill-1") if s.planned_s >= began)
+    tail = min(s.planned_s for s in _steps(deployment, "decode-1") if s.planned_s >= last)
+    return tail - last, ttft_s
+
+
+async def _beside_streams(deployment: LocalDeployment, client: httpx.AsyncClient) -> AsyncIterator[HandOffFigure]:
+    """Eight streams decode, first alone, then while prompts of 1,024 tokens arrive one after the other."""
+    async with asyncio.TaskGroup() as group:
+        streams = [
+            group.create_task(_complete(client, _ids(64, ("stream", k)), STREAM_TOKENS)) for k in range(NUM_STREAMS)
+        ]
+        await asyncio.sleep(2.0)
+        quiet_from = time.monotonic()
+        await asyncio.sleep(QUIET_S)
+        busy_from, number = time.monotonic(), 0
+        while time.monotonic() < busy_from + BUSY_S and not any(stream.done() for stream in streams):
+            await _complete(client, _ids(1024, ("busy", number)), 1)
+            number += 1
+        busy_to = time.monotonic()
+        for stream in streams:
+            stream.cancel()
+    await asyncio.sleep(0.5)
+    steps = [step for step in _steps(deployment, "decode-1") if step.num_chunks >= NUM_STREAMS]
+    quiet = [s.duration_s for s in steps if quiet_from <= s.planned_s < busy_from and s.num_tokens == NUM_STREAMS]
+    busy = [s for s in steps if busy_from + 1 <= s.planned_s < busy_to]
+    tails = [s.duration_s for s in busy if s.num_tokens > NUM_STREAMS]
+    others = [s.duration_s for s in busy if s.num_tokens == NUM_STREAMS]
+    quiet_s = statistics.median(quiet)
+    tail_s, other_s = statistics.median(tails), statistics.median(others)
+    note = f"a step with a tail of {number} prompts: {tail_s * 1e3:.1f} ms, {quiet_s * 1e3:.1f} ms quiet, batch {NUM_STREAMS}"
+    yield HandOffFigure("tail_step", tail_s / quiet_s, MAX_TAIL, note)
+    note = f"a step while blocks arrive: {other_s * 1e3:.1f} ms, {quiet_s * 1e3:.1f} ms quiet"
+    yield HandOffFigure("itl_receiving", other_s / quiet_s, MAX_ITL, note)
+
+
+def _steps(deployment: LocalDeployment, name: str) -> list[StepLine]:
+    lines = (deployment.folder / f"{name}.log").read_text(errors="replace").splitlines()
+    return [step for line in lines if (step := StepLine.found_in(line)) is not None]
+
+
+def _give_decode_a_core(deployment: LocalDeployment) -> None:
+    """All threads of the decode worker on one core, everything else on the others."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        return
+    for child in deployment.children.values():
+        mine = {cores[0]} if child.role == "decode" else set(cores[1:])
+        for thread in Path(f"/proc/{child.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), mine)
+    os.sched_setaffinity(0, set(cores[1:]))
+
+
+def _ids(length: int, seed: object) -> list[int]:
+    return [random.Random(f"{seed} {k}").randrange(100, 40_000) for k in range(length)]
+
+
+def _body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+
+
+async def _complete(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    response = await client.post("/v1/completions", json=_body(prompt, max_tokens))
+    response.raise_for_status()
+    return response.json()["kvferry"][0]
+
+
+async def _stream(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> tuple[dict[str, Any], float]:
+    """kvferry's numbers, and the seconds to the first event."""
+    body = {**_body(prompt, max_tokens), "stream": True, "stream_options": {"include_usage": True}}
+    began, first_s, numbers = time.monotonic(), 0.0, dict[str, Any]()
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            first_s = first_s or (time.monotonic() - began if line.startswith("data: ") else 0.0)
+            if line.startswith("data: {") and (chunk := json.loads(line.removeprefix("data: "))).get("kvferry"):
+                numbers = chunk["kvferry"][0]
+    return numbers, first_s
