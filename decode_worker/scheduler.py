@@ -413,6 +413,8 @@ class DecodeScheduler:
         """Tails and local chunks within the budget; the first of them gets at least one block."""
         left, claimed = self._budget.num_tokens(is_yielding), set[bytes]()
         behind = [choice for choice in self._ordered(State.RUNNING) if choice.num_missing_tokens > 1]
+        if is_yielding and len(behind) == 1 and behind[0].num_missing_tokens <= self._block_size:
+            left = min(left, self._budget.num_lone_tail_tokens())
         for choice in behind:
             if not choice.is_scoring:
                 self._adopt(choice)
@@ -436,7 +438,7 @@ class DecodeScheduler:
         if choice.is_scoring:  # no sharing, and bounded: the output layer runs for each of its positions
             return min(len(sequence.tokens), sequence.num_computed + min(left, MAX_SCORED_TOKENS))
         target = min(len(sequence.tokens), sequence.num_computed + left)
-        if target < len(sequence.tokens):
+        if sequence.num_computed + size < len(sequence.tokens) and target < len(sequence.tokens):
             target = min(max(target // size, sequence.num_sealed_blocks + 1) * size, len(sequence.tokens))
         for k in range(sequence.num_sealed_blocks, min(target // size, sequence.num_blocks_before_tail)):
             block_id = sequence.block_ids[k]

@@ -50,7 +50,7 @@ class LocalPlan:
     """How blocks go between workers; "ray" makes them actors of a Ray that is started for them."""
     config: Path | None = None
     extra: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    """More flags, by role."""
+    """More flags, by role or by a process's name."""
 
 
 @dataclass(slots=True)
@@ -206,7 +206,13 @@ class LocalDeployment:
     def _arguments_of(self, child: Child) -> list[str]:
         config = [f"--config={self.plan.config}"] if self.plan.config else []
         fixed = [f"--model={self.plan.model}", f"--secret-file={self.folder / 'secret'}"]
-        return [*config, *child.arguments, *fixed, *self.plan.extra.get(child.role, [])]
+        return [
+            *config,
+            *child.arguments,
+            *fixed,
+            *self.plan.extra.get(child.role, []),
+            *self.plan.extra.get(child.name, []),
+        ]
 
     async def _live(self, child: Child) -> int:
         """Starts the process and returns its exit code; ends it when cancelled."""

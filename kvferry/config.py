@@ -95,6 +95,8 @@ class WorkerConfig(_Config):
     """Unique in the deployment; made from role and process id if not given."""
     port: int = Field(0, ge=0, le=65535)
     """Of the worker's gRPC services; 0 for any: the real one is registered."""
+    advertise: str = ""
+    """host:port by which the others reach this worker, where that is not what it listens at (a container's mapped port, a proxy)."""
     router: list[str] = Field(default_factory=lambda: ["127.0.0.1:8002"])
     """Registry addresses (host:port) of the routers to join."""
     kv_tokens: int = Field(0, ge=0)

@@ -83,6 +83,8 @@ class _Link:
             self._finish(StreamEnded("the server ended the stream"))
         except StreamEnded as ended:
             self._finish(ended)
+        except TimeoutError:
+            self._finish(StreamEnded("the server waited too long", "DEADLINE_EXCEEDED"))
         finally:
             self._finish(StreamEnded("the server ended the stream", "CANCELLED"))
             self._network.links.discard(self)

@@ -6,6 +6,9 @@ budget is what its target for the gap between two tokens leaves, after the steps
 
 INITIAL_TOKENS_PER_S = 400.0
 SMOOTHING = 0.3
+MAX_STRETCH = 1.5
+"""A tail that makes a step longer than this, and is the only one to do so, is spread over several: it costs its request a step or
+two, and the others no gap that they would notice. With more of them behind, spreading would only make them queue."""
 
 
 class StepBudget:
@@ -26,6 +29,12 @@ class StepBudget:
             target_s = min(target_s, self._itl_target_s - self.yielding_s)
         wanted = min(target_s * self.tokens_per_s, self._max_tokens)
         return max(int(wanted) // self._block_size, 1) * self._block_size
+
+    def num_lone_tail_tokens(self) -> int:
+        """Of a tail that alone catches up beside sequences that yield tokens: so many make the step `MAX_STRETCH` times as long."""
+        if not self.yielding_s:
+            return self._block_size
+        return max(int((MAX_STRETCH - 1) * self.yielding_s * self.tokens_per_s), 1)
 
     def measured(self, num_tokens: int, duration_s: float) -> None:
         """One step's tokens and time. Steps smaller than a block say little about the rate and are left out."""

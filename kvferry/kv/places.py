@@ -18,7 +18,7 @@ def pack_slots(slots: Sequence[int]) -> bytes:
 
 def unpack_slots(place: bytes, num_blocks: int) -> list[int]:
     """Raises BadFrame unless it is `num_blocks` slot numbers."""
-    if len(place) > 16 + 9 * num_blocks:
+    if num_blocks < 1 or len(place) > 16 + 9 * num_blocks:
         raise BadFrame("place", f"a place of {len(place)} bytes for {num_blocks} blocks")
     try:
         slots: Any = msgpack.unpackb(place)

@@ -202,7 +202,7 @@ class _Served:
         except StreamEnded:
             return
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the stream's opening did not come in time")
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "a message that had to come did not come in time")
         except InvalidRequest as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
 

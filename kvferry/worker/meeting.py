@@ -68,17 +68,35 @@ class Meetings:
         self._greeting = FetchMeet(model_id, fidelity)
         self._meetings: dict[str, Meeting] = {}
         self._barred: set[tuple[str, str, str]] = set()
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._ongoing: dict[str, asyncio.Future[FetchFailed | None]] = {}
 
     async def with_source(self, source: Source) -> Meeting:
         """Raises FetchFailed: it cannot be reached, or no road to it works."""
-        lock = self._locks.setdefault(source.address, asyncio.Lock())
-        async with lock:
-            meeting = self._meetings.get(source.address)
-            if meeting is None:
-                meeting = self._meetings[source.address] = await self._meet(source)
-                self._forget_the_oldest()
+        address = source.address
+        while (meeting := self._meetings.get(address)) is None:
+            ongoing = self._ongoing.get(address)
+            if ongoing is None:
+                return await self._meet_for_all(source)
+            failed = await asyncio.shield(ongoing)
+            if failed is not None:
+                raise FetchFailed(failed.kind, failed.message)
         return meeting
+
+    async def _meet_for_all(self, source: Source) -> Meeting:
+        """Who wants to meet the same source meanwhile shares this meeting, or its failure."""
+        ongoing: asyncio.Future[FetchFailed | None] = asyncio.get_running_loop().create_future()
+        self._ongoing[source.address] = ongoing
+        failed: FetchFailed | None = None
+        try:
+            meeting = self._meetings[source.address] = await self._meet(source)
+            self._forget_the_oldest()
+            return meeting
+        except FetchFailed as error:
+            failed = error
+            raise
+        finally:
+            del self._ongoing[source.address]
+            ongoing.set_result(failed)
 
     def forget(self, meeting: Meeting) -> None:
         """The source is not the one that was met."""
@@ -93,9 +111,7 @@ class Meetings:
 
     def _forget_the_oldest(self) -> None:
         while len(self._meetings) > MAX_MEETINGS:
-            address = next(iter(self._meetings))
-            del self._meetings[address]
-            self._locks.pop(address, None)
+            del self._meetings[next(iter(self._meetings))]
         if len(self._barred) > MAX_MEETINGS:
             self._barred.clear()
 
@@ -114,7 +130,7 @@ class Meetings:
                 )
             return await self._find_road(source, answer, stream)
         except (StreamEnded, TimeoutError) as error:
-            message = f"{source.worker_id} at {source.address} cannot be reached: {error or 'no answer'}"
+            message = f"{source.worker_id} at {source.address} cannot be reached: {str(error) or 'no answer'}"
             raise FetchFailed(FetchFailureKind.UNREACHABLE.value, message) from error
         finally:
             stream.close()

@@ -56,6 +56,11 @@ class Patience:
         else:
             self._advanced_s = now
 
+    def rested(self, seconds: float) -> None:
+        """Nobody listened for so long: the reader was busy with what it had, which is not the source's fault."""
+        self._heard_s += seconds
+        self._advanced_s += seconds
+
     def left_s(self, now: float) -> float:
         return min(self._heard_s + self._budgets.silence_s, self._advanced_s + self._budget_s) - now
 

@@ -50,7 +50,7 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     port = bind(server, config.host, config.port, tls)
     settings = WorkerSettings(
         worker_id=name,
-        address=f"{config.host}:{port}",
+        address=config.advertise or f"{config.host}:{port}",
         incarnation=secrets.token_hex(8),
         router_addresses=tuple(config.router),
         max_sequences=config.max_sequences if isinstance(config, DecodeConfig) else 64,

@@ -154,8 +154,10 @@ class BlockReader:
         patience, has_heard = Patience(self._budgets, self._now()), False
         try:
             while True:
-                await inbox.put(await self._receive(stream, patience, has_heard))
-                has_heard = True
+                message, has_heard = await self._receive(stream, patience, has_heard), True
+                began = self._now()
+                await inbox.put(message)
+                patience.rested(self._now() - began)
         except FetchFailed as failed:
             await inbox.put(failed)
             await asyncio.get_running_loop().create_future()

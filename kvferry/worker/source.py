@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 MAX_FRAMES_IN_FLIGHT = 2
 PROGRESS_INTERVAL_S = 1.0
 OPENING_TIMEOUT_S = 5.0
+MEETING_TIMEOUT_S = 60.0
+"""For a reader to try a road: longer than any road takes to fail."""
 LINGER_S = 2.0
 
 
@@ -138,7 +140,7 @@ class BlockSource:
         await stream.send(FetchOffers(self._identity.incarnation, offers))
         frame_number = 0
         while True:
-            async with asyncio.timeout(OPENING_TIMEOUT_S):
+            async with asyncio.timeout(MEETING_TIMEOUT_S):
                 probe = await stream.receive()
             if not isinstance(probe, FetchProbe) or probe.road not in self._laid:
                 return
@@ -148,7 +150,7 @@ class BlockSource:
                 cargo, no_ids = outlet.load(range(num_blocks)), PROBE_IDS[:num_blocks]
                 header = pack_header(self._memory.format, 0, no_ids, no_ids)
                 await stream.send(Frame(frame_number, header, cargo.payload, cargo.place))
-                async with asyncio.timeout(OPENING_TIMEOUT_S):
+                async with asyncio.timeout(MEETING_TIMEOUT_S):
                     await stream.receive()
             finally:
                 outlet.close()
@@ -238,7 +240,13 @@ class _Serving:
         if self._computation is not None:
             self._computation.close()
         await self._stream.send(end)
+        while self._in_flight:
+            await self._one_acknowledged()
         await asyncio.sleep(LINGER_S)
+
+    async def _one_acknowledged(self) -> None:
+        self._acknowledged.clear()
+        await self._acknowledged.wait()
 
     async def _compute_all(self) -> None:
         """For a reader that has no room yet."""
@@ -250,8 +258,7 @@ class _Serving:
         limit = self._source.max_frame_blocks(self._opening.road)
         while self._next < len(self._ids):
             if len(self._in_flight) >= MAX_FRAMES_IN_FLIGHT:
-                self._acknowledged.clear()
-                await self._acknowledged.wait()
+                await self._one_acknowledged()
             elif (count := self._pool.num_sealed_prefix(self._ids[self._next : self._next + limit])) > 0:
                 await self._send_frame(outlet, count)
             else:

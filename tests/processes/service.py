@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from deploy.local import LocalDeployment, LocalPlan
+from deploy.ray_local import deployment_of
 
 
 class Service:
@@ -140,7 +141,7 @@ def serving(model: Path, **plan: Any) -> Iterator[Service]:
 
     async def main() -> None:
         try:
-            deployment = LocalDeployment(LocalPlan(model, **plan))
+            deployment = deployment_of(LocalPlan(model, **plan))
             async with deployment.running():
                 started.append(deployment)
                 is_started.set()

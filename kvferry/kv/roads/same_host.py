@@ -25,6 +25,7 @@ from kvferry.messages import Frame
 MAX_OFFER_BYTES = 4096
 TOKEN_BYTES = 32
 MAX_ADDRESS = 2**63
+MAX_PID = 2**31 - 1
 SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
 
 
@@ -136,7 +137,8 @@ def _fields_of(offer: bytes) -> list[Any]:
     kinds = (str, int, int, bytes, int, int)
     if not isinstance(values, list) or tuple(map(type, values)) != kinds:
         raise ValueError("not an offer of memory on this host")
-    if not all(0 <= value < MAX_ADDRESS for value in values if isinstance(value, int)) or len(values[3]) != TOKEN_BYTES:
+    numbers = [value for value in values if isinstance(value, int)]
+    if not all(0 <= number < MAX_ADDRESS for number in numbers) or values[1] > MAX_PID or len(values[3]) != TOKEN_BYTES:
         raise ValueError("an offer with a number out of range")
     return values
 
