@@ -11,7 +11,9 @@ from prefill_worker.worker import PrefillWorker
 
 async def serve(arguments: list[str]) -> None:
     """Within another program, from the same flags: until cancelled. Raises ConfigurationError or JoinRefused."""
-    await serve_worker(read_config(PrefillConfig, arguments), PrefillWorker)
+    config = read_config(PrefillConfig, arguments)
+    set_up_logs(config.log_level, config.name or "prefill")
+    await serve_worker(config, PrefillWorker)
 
 
 def main() -> int:

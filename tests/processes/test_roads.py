@@ -17,7 +17,7 @@ from tests.processes.service import completion_body, serving, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
 
-NUM_BYSTANDERS, BYSTANDER_TOKENS = 8, 24
+NUM_BYSTANDERS, BYSTANDER_TOKENS = 8, 16
 
 
 def ids(length, seed):
@@ -29,6 +29,9 @@ def held_by(service, name):
     process = psutil.Process(service.pid(name))
     return process.num_fds(), len(process.net_connections("all"))
 
+
+PROMPT = ids(500, "long")
+"""Asked for again and again under another salt: nobody has its blocks, and the reference is computed once."""
 
 SLACK = 6
 """Pairs of workers that had not met when the baseline was taken."""
@@ -53,17 +56,17 @@ def active(service, name):
 def test_either_end_of_a_fetch_is_lost_and_nobody_notices(pair, reference, role, number):
     pair.wait_ready()
     pair.wait_idle()
-    prompt = ids(700, (role, number, pair.deployment.plan.transport))
+    salt = f"{role} {number} {pair.deployment.plan.transport}"
     bystanders = [ids(25, ("by", k)) for k in range(NUM_BYSTANDERS)]
     names = [f"{role}-1", f"{role}-2"]
     with ThreadPoolExecutor(1 + NUM_BYSTANDERS) as pool:
-        long = pool.submit(pair.complete, prompt, 6)
+        long = pool.submit(pair.complete, PROMPT, 6, cache_salt=salt)
         wait_until(lambda: pair.total("kvferry_worker_sequences", state="fetching") > 0, 10, "the fetch")
         victim = max(names, key=lambda name: active(pair, name))
         streams = [pool.submit(pair.stream_tokens, one, BYSTANDER_TOKENS) for one in bystanders]
         pair.signal(victim, number)
         try:
-            reference.check(prompt, long.result()["choices"][0]["token_ids"])
+            reference.check(PROMPT, long.result()["choices"][0]["token_ids"])
             for one, stream in zip(bystanders, streams, strict=True):
                 reference.check(one, stream.result())
         finally:
@@ -111,11 +114,10 @@ def wait_for_transfer(proxy, num_bytes):
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut", "stall"])
 def test_a_transfer_that_breaks_half_way_keeps_what_arrived_and_costs_no_token(slow, reference, fault):
     service, proxy = slow
-    prompt = ids(500, ("half", fault))
     fetched = service.total("kvferry_worker_events_total", name="fetched_blocks")
     proxy.bytes_per_s = 8e6
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(service.complete, prompt, 6)
+        answer = pool.submit(service.complete, PROMPT, 6, cache_salt=fault)
         wait_for_transfer(proxy, 8_000_000)
         began = time.monotonic()
         if fault == "kill":
@@ -127,11 +129,12 @@ def test_a_transfer_that_breaks_half_way_keeps_what_arrived_and_costs_no_token(s
         else:
             proxy.bytes_per_s = 0
         try:
-            reference.check(prompt, answer.result()["choices"][0]["token_ids"])
+            tokens = answer.result()["choices"][0]["token_ids"]
+            assert time.monotonic() - began < 5 + 8  # to notice, and to compute the rest
         finally:
             if fault == "stop":
                 service.signal("prefill-1", signal.SIGCONT)
-        assert time.monotonic() - began < 5 + 8  # to notice, and to compute the rest
+    reference.check(PROMPT, tokens)
     if fault != "cut":  # cut is dialled again, and everything arrives
         assert 0 < service.total("kvferry_worker_events_total", name="fetched_blocks") - fetched < 31
 
@@ -139,13 +142,13 @@ def test_a_transfer_that_breaks_half_way_keeps_what_arrived_and_costs_no_token(s
 def test_clients_that_leave_in_mid_transfer_leave_no_block_to_be_written_over(slow, reference):
     """T008: the next requests use the same slots, and are right."""
     service, proxy = slow
-    for k in range(12):
+    others = [ids(100 + 17 * j, ("next", j)) for j in range(3)]
+    for k in range(6):
         proxy.bytes_per_s = 20e6
-        left = ids(600, ("left", k))
+        left = ids(500, ("left", k))
         with httpx.Client(base_url=service.url, trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json=completion_body(left, 4), timeout=0.9 + 0.05 * k)
+            client.post("/v1/completions", json=completion_body(left, 4), timeout=0.9 + 0.1 * k)
         proxy.bytes_per_s = None
-        others = [ids(200 + 17 * j, ("next", k % 3, j)) for j in range(3)]
         with ThreadPoolExecutor(3) as pool:
             answers = list(pool.map(lambda one, k=k: service.tokens(one, 4, cache_salt=f"{k}"), others))
         for one, answer in zip(others, answers, strict=True):
