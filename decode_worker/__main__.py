@@ -11,9 +11,7 @@ from kvferry.worker.process import serve_worker
 
 async def serve(arguments: list[str]) -> None:
     """Within another program, from the same flags: until cancelled. Raises ConfigurationError or JoinRefused."""
-    config = read_config(DecodeConfig, arguments)
-    set_up_logs(config.log_level, config.name or "decode")
-    await serve_worker(config, DecodeWorker)
+    await serve_worker(read_config(DecodeConfig, arguments), DecodeWorker)
 
 
 def main() -> int:

@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 
 from deploy.ask import DEFAULT_URL, answers_at
+from deploy.deployments import deployment_of
 from deploy.local import LocalDeployment, LocalPlan
 from deploy.progress import ProgressLines, banner
-from deploy.ray_local import deployment_of
 from kvferry.config import home
 from kvferry.engine.unpack import find_model, make_model
 from kvferry.errors import ConfigurationError, KvferryError
@@ -54,7 +54,7 @@ Transport = Annotated[
     str,
     typer.Option(
         "--transport",
-        help="How blocks go between workers: shm, grpc, ray (as actors) or auto, the best that both ends have.",
+        help="How blocks go between workers: shm, grpc, ray (actors), inproc (one process); auto: the best that both have.",
     ),
 ]
 Url = Annotated[

@@ -4,13 +4,12 @@ Ray carries its life and, if chosen, blocks; tokens stay on gRPC between worker 
 """
 
 import asyncio
-import importlib
 import os
 from collections.abc import AsyncIterator
 from typing import Any
 
+from deploy.within import run_within
 from kvferry import process
-from kvferry.errors import JoinRefused, KvferryError
 from kvferry.kv.roads.object_store import Shipment, shipments
 
 
@@ -20,6 +19,7 @@ class WorkerActor:
     def __init__(self, module: str, arguments: list[str], environment: dict[str, str]):
         """`module` is what `python -m` would start."""
         os.environ.update(environment)
+        process.set_up_logs("info", module)
         self._module, self._arguments = module, arguments
         self._states: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
@@ -29,19 +29,14 @@ class WorkerActor:
     async def run(self) -> int:
         """Until the worker ends; returns the exit code that its process would have had."""
         loop = asyncio.get_running_loop()
-        process.on_state = lambda state: loop.call_soon_threadsafe(self._states.put_nowait, state)
-        program: Any = importlib.import_module(f"{self._module}.__main__")
         try:
-            await program.serve(self._arguments)
-        except KvferryError as error:
-            self._states.put_nowait({"state": "failed", "reason": error.message})
-            return process.REFUSED_EXIT_CODE if isinstance(error, JoinRefused) else 2
-        except BaseExceptionGroup as group:
-            self._states.put_nowait({"state": "failed", "reason": repr(group.exceptions[0])})
-            return 1
+            return await run_within(
+                self._module,
+                self._arguments,
+                lambda state: loop.call_soon_threadsafe(self._states.put_nowait, state),
+            )
         finally:
-            self._states.put_nowait(None)
-        return 0
+            loop.call_soon(self._states.put_nowait, None)
 
     async def states(self) -> AsyncIterator[dict[str, Any]]:
         """What the program says of itself, as it does on standard output as a process."""

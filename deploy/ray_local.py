@@ -7,20 +7,15 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from deploy.local import MODULES, Child, LocalDeployment, LocalPlan
+from deploy.local import MODULES, Child, LocalDeployment
 from kvferry.errors import ConfigurationError
 
 STORE_BYTES = 512 * 1024 * 1024
 """Two frames of every fetch are in it at a time."""
 SIGKILL_CODE = -9
-
-
-def deployment_of(plan: LocalPlan, on_change: Callable[[Child], None] = lambda child: None) -> LocalDeployment:
-    """Raises ConfigurationError."""
-    return (RayDeployment if plan.transport == "ray" else LocalDeployment)(plan, on_change)
 
 
 class RayDeployment(LocalDeployment):

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,12 +30,12 @@ def _print_state(state: dict[str, Any]) -> None:
         print(json.dumps(state), flush=True)
 
 
-on_state: Callable[[dict[str, Any]], None] = _print_state
-"""Who hears how far the program is: a supervisor at standard output, unless it lives within something else."""
+on_state: ContextVar[Callable[[dict[str, Any]], object]] = ContextVar("on_state", default=_print_state)
+"""Who hears how far a program is: a supervisor at standard output, unless the program runs within another."""
 
 
 def say_state(state: str, **details: Any) -> None:
-    on_state({"state": state, **details})
+    on_state.get()({"state": state, **details})
 
 
 def read_secret(path: Path | None) -> str:

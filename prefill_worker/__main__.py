@@ -11,9 +11,7 @@ from prefill_worker.worker import PrefillWorker
 
 async def serve(arguments: list[str]) -> None:
     """Within another program, from the same flags: until cancelled. Raises ConfigurationError or JoinRefused."""
-    config = read_config(PrefillConfig, arguments)
-    set_up_logs(config.log_level, config.name or "prefill")
-    await serve_worker(config, PrefillWorker)
+    await serve_worker(read_config(PrefillConfig, arguments), PrefillWorker)
 
 
 def main() -> int:

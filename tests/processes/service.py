@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
+from deploy.deployments import deployment_of
 from deploy.local import LocalDeployment, LocalPlan
-from deploy.ray_local import deployment_of
 
 
 class Service:
