@@ -27,7 +27,8 @@ OBJECT_TIMEOUT_S = 10.0
 LOOK_UP_TIMEOUT_S = 5.0
 
 Shipment = list[np.ndarray[Any, np.dtype[np.uint8]]]
-_queues: dict[bytes, "asyncio.Queue[Shipment | None]"] = {}
+_opened: dict[bytes, "asyncio.Future[asyncio.Queue[Shipment | None]]"] = {}
+"""By ticket. The reader's call and its fetch come over two lines: either may be first."""
 
 
 def _ray() -> Any:
@@ -40,8 +41,15 @@ def _ray() -> Any:
 
 async def shipments(ticket: bytes) -> AsyncIterator[Shipment]:
     """What the source loads for the fetch of that ticket, until the fetch ends; an unknown ticket gets nothing."""
-    queue = _queues.get(ticket)
-    while queue is not None and (shipment := await queue.get()) is not None:
+    opened = _opened.setdefault(ticket, asyncio.get_running_loop().create_future())
+    try:
+        async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
+            queue = await asyncio.shield(opened)
+    except TimeoutError:
+        if not opened.done():
+            _opened.pop(ticket, None)
+        return
+    while (shipment := await queue.get()) is not None:
         yield shipment
 
 
@@ -57,7 +65,10 @@ class ObjectStoreOutlet:
     def __init__(self, memory: BlockMemory, ticket: bytes):
         self._memory, self._ticket = memory, ticket
         self._queue: asyncio.Queue[Shipment | None] = asyncio.Queue()
-        _queues[ticket] = self._queue
+        opened = _opened.get(ticket)
+        if opened is None or opened.done():
+            opened = _opened[ticket] = asyncio.get_running_loop().create_future()
+        opened.set_result(self._queue)
 
     def load(self, slots: Sequence[int]) -> Cargo:
         self._queue.put_nowait([np.frombuffer(self._memory.view(slot), np.uint8) for slot in slots])
@@ -65,7 +76,7 @@ class ObjectStoreOutlet:
 
     def close(self) -> None:
         self._queue.put_nowait(None)
-        _queues.pop(self._ticket, None)
+        _opened.pop(self._ticket, None)
 
 
 class ObjectStoreInlet:
