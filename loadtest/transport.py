@@ -5,6 +5,7 @@ medians. Let nothing else run.
 """
 
 import asyncio
+import contextlib
 import statistics
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +15,7 @@ from kvferry.inprocess import Network
 from kvferry.kv.road import Road, known_roads, roads_called
 from kvferry.rpc.links import GrpcDialer
 from kvferry.worker.allocation import keep_freed_memory
-from loadtest.transport_ends import SECRET, SIZES, ReaderEnd, Size, SourceEnd, bare_stream
+from loadtest.transport_ends import SECRET, SIZES, ReaderEnd, Size, SourceEnd, bare_stream, unchecked
 
 COPY, STREAM, STORE = "one plain copy", "a bare grpc.aio stream", "put + get + one copy"
 COMPARED_WITH = {"shm": COPY, "inproc": COPY, "grpc": STREAM, "ray": STORE}
@@ -27,14 +28,15 @@ Bare = Callable[[Size], Awaitable[float]]
 
 @dataclass(frozen=True, slots=True)
 class TransportFigure:
-    """Medians of a road and a size; seconds."""
+    """Medians of a road and a size; seconds. Between actors the digests' share is not measured."""
 
     road: str
     size: str
     num_bytes: int
     fetch_s: float
     bare_s: float
-    check_s: float
+    unchecked_s: float
+    """The fetch with no digests at either end."""
 
     @property
     def ratio(self) -> float:
@@ -43,7 +45,7 @@ class TransportFigure:
 
     @property
     def check_share(self) -> float:
-        return self.check_s / self.fetch_s
+        return 1 - self.unchecked_s / self.fetch_s
 
 
 async def measure_roads(names: list[str], num_rounds: int) -> AsyncIterator[TransportFigure]:
@@ -55,15 +57,24 @@ async def measure_roads(names: list[str], num_rounds: int) -> AsyncIterator[Tran
             yield figure
 
 
-async def _in_two_processes(road: Road, num_rounds: int) -> AsyncIterator[TransportFigure]:
-    keep_freed_memory()
+@contextlib.asynccontextmanager
+async def _source_process(*arguments: str) -> AsyncIterator[str]:
+    """Its address."""
     source = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "loadtest.transport_ends", road.name, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "loadtest.transport_ends", *arguments, stdout=asyncio.subprocess.PIPE
     )
-    dialer = GrpcDialer(SECRET)
     try:
         assert source.stdout is not None
-        address = (await source.stdout.readline()).decode().strip()
+        yield (await source.stdout.readline()).decode().strip()
+    finally:
+        source.kill()
+        await source.wait()
+
+
+async def _in_two_processes(road: Road, num_rounds: int) -> AsyncIterator[TransportFigure]:
+    keep_freed_memory()
+    async with _source_process(road.name) as address, _source_process(road.name, "unchecked") as unchecked_address:
+        dialer = GrpcDialer(SECRET)
         reader = ReaderEnd(dialer, (road,))
 
         async def bare(size: Size) -> float:
@@ -71,12 +82,13 @@ async def _in_two_processes(road: Road, num_rounds: int) -> AsyncIterator[Transp
                 return reader.copy(size)
             return await bare_stream(dialer, address, size.num_blocks * reader.block_bytes, reader.frame_bytes(road))
 
-        async for figure in _rounds(road, reader, address, bare, num_rounds):
+        async def unchecked_fetch(size: Size) -> float:
+            with unchecked():
+                return await reader.fetch(unchecked_address, size)
+
+        async for figure in _rounds(road, reader, address, bare, unchecked_fetch, num_rounds):
             yield figure
-    finally:
         await dialer.close()
-        source.kill()
-        await source.wait()
 
 
 async def _in_process(road: Road, num_rounds: int) -> AsyncIterator[TransportFigure]:
@@ -89,7 +101,11 @@ async def _in_process(road: Road, num_rounds: int) -> AsyncIterator[TransportFig
         async def bare(size: Size) -> float:
             return reader.copy(size)
 
-        async for figure in _rounds(road, reader, "source", bare, num_rounds):
+        async def unchecked_fetch(size: Size) -> float:
+            with unchecked():
+                return await reader.fetch("source", size)
+
+        async for figure in _rounds(road, reader, "source", bare, unchecked_fetch, num_rounds):
             yield figure
         running.cancel()
 
@@ -98,25 +114,24 @@ async def _in_actors(road: Road, num_rounds: int) -> AsyncIterator[TransportFigu
     from loadtest.transport_actors import measure_in_actors
 
     block_bytes, measured = await asyncio.to_thread(measure_in_actors, SIZES, num_rounds)
-    for size, (fetches, bares, checks) in zip(SIZES, measured, strict=True):
-        yield _figure(road, size, block_bytes, fetches, bares, checks)
+    for size, (fetches, bares) in zip(SIZES, measured, strict=True):
+        yield _figure(road, size, block_bytes, fetches, bares, fetches)
 
 
 async def _rounds(
-    road: Road, reader: ReaderEnd, address: str, bare: Bare, num_rounds: int
+    road: Road, reader: ReaderEnd, address: str, bare: Bare, unchecked_fetch: Bare, num_rounds: int
 ) -> AsyncIterator[TransportFigure]:
     for size in SIZES:
-        fetches, bares, checks = list[float](), list[float](), list[float]()
-        await reader.fetch(address, size)  # meets, and touches every page
-        for _ in range(num_rounds):
+        fetches, bares, uncheckeds = list[float](), list[float](), list[float]()
+        for _ in range(num_rounds + 1):
             fetches.append(await reader.fetch(address, size))
             bares.append(await bare(size))
-            checks.append(reader.check(size))
-        yield _figure(road, size, reader.block_bytes, fetches, bares, checks)
+            uncheckeds.append(await unchecked_fetch(size))
+        yield _figure(road, size, reader.block_bytes, fetches[1:], bares[1:], uncheckeds[1:])
 
 
 def _figure(
-    road: Road, size: Size, block_bytes: int, fetches: list[float], bares: list[float], checks: list[float]
+    road: Road, size: Size, block_bytes: int, fetches: list[float], bares: list[float], uncheckeds: list[float]
 ) -> TransportFigure:
-    medians = (statistics.median(seconds) for seconds in (fetches, bares, checks))
+    medians = (statistics.median(seconds) for seconds in (fetches, bares, uncheckeds))
     return TransportFigure(road.name, size.name, size.num_blocks * block_bytes, *medians)

@@ -51,20 +51,19 @@ class ReaderActor:
     async def measure(
         self, source: Any, address: str, sizes: Sequence[Size], num_rounds: int
     ) -> tuple[int, list[list[list[float]]]]:
-        """Bytes of a block; by size the seconds of fetches, of what they are compared with, and of digests."""
+        """Bytes of a block; by size the seconds of fetches and of what they are compared with."""
         keep_freed_memory()
         (road,) = roads_called(ROAD)
         dialer = GrpcDialer(SECRET)
         reader = ReaderEnd(dialer, (road,))
         blocks_per_object, measured = reader.frame_bytes(road) // reader.block_bytes, list[list[list[float]]]()
         for size in sizes:
-            fetches, bares, checks = list[float](), list[float](), list[float]()
+            fetches, bares = list[float](), list[float]()
             await reader.fetch(address, size)
             for _ in range(num_rounds):
                 fetches.append(await reader.fetch(address, size))
                 bares.append(await _bare(reader, source, size, blocks_per_object))
-                checks.append(reader.check(size))
-            measured.append([fetches, bares, checks])
+            measured.append([fetches, bares])
         await dialer.close()
         return reader.block_bytes, measured
 

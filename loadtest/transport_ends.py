@@ -5,9 +5,11 @@ itself, for comparison. They run in two processes (`python -m loadtest.transport
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +22,13 @@ from kvferry.engine.roofline import StepCosts
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.torch_memory import TorchMemory
 from kvferry.kv.block_id import chain, chain_root
-from kvferry.kv.frame import block_digest
 from kvferry.kv.pool import BlockPool
 from kvferry.kv.road import Road, roads_called
 from kvferry.messages import FetchDown, FetchOpen, FetchUp, Source
 from kvferry.rpc.links import GrpcDialer, add_fetch_service, bind, new_server
 from kvferry.streams import Dialer, Stream
+from kvferry.worker import copier as copier_module
+from kvferry.worker import source as source_module
 from kvferry.worker.allocation import keep_freed_memory
 from kvferry.worker.counters import Counters
 from kvferry.worker.loop import EngineLoop
@@ -187,17 +190,6 @@ class ReaderEnd:
         np.copyto(target, self._other[:num_bytes])
         return time.perf_counter() - began
 
-    def check(self, size: Size) -> float:
-        """Seconds of the reader's digests alone, each taken of a block that has just been copied."""
-        total, block_bytes = 0.0, self.memory.format.block_bytes
-        for number in range(size.num_blocks):
-            copy = self.memory.view(number + 1)
-            copy[:] = self._other[number * block_bytes : (number + 1) * block_bytes].data
-            began = time.perf_counter()
-            block_digest(bytes(16), copy)
-            total += time.perf_counter() - began
-        return total
-
     def _slots(self, size: Size) -> memoryview:
         first, last = self.memory.view(1), self.memory.format.block_bytes * (size.num_blocks + 1)
         return memoryview(first.obj).cast("B")[len(first) : last]
@@ -216,10 +208,23 @@ async def bare_stream(dialer: GrpcDialer, address: str, num_bytes: int, message_
     return seconds
 
 
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """This process takes no digest and checks none: what the digests cost is what this saves. Nowhere but in this measurement."""
+    kept = (source_module.block_digest, copier_module.check_block)
+    source_module.block_digest = lambda block_id, block: bytes(16)
+    copier_module.check_block = lambda block, copy: None
+    try:
+        yield
+    finally:
+        source_module.block_digest, copier_module.check_block = kept
+
+
 def main() -> None:
-    """The source as a process of its own: says its address, ends with its standard input's owner."""
+    """The source as a process of its own: says its address; `unchecked` as second argument leaves the digests out."""
     keep_freed_memory()
-    asyncio.run(SourceEnd(roads_called(sys.argv[1])).serve(lambda address: print(address, flush=True)))
+    with unchecked() if sys.argv[2:] == ["unchecked"] else contextlib.nullcontext():
+        asyncio.run(SourceEnd(roads_called(sys.argv[1])).serve(lambda address: print(address, flush=True)))
 
 
 if __name__ == "__main__":
