@@ -218,6 +218,7 @@ class DecodeScheduler:
         if choice.fetch is not order:
             return
         self._forget_fetch(choice)
+        self._stop_warming(choice)  # until here it kept the fetch's place among those whom the source computes for
         made_progress = choice.sequence.num_sealed_blocks > order.first_block
         if error is not None and choice.sources and choice.sources[0] == order.source:
             choice.num_tries_at_source += 1
@@ -342,7 +343,8 @@ class DecodeScheduler:
             self._counters.add("recomputed_tokens", max(lost, 0))
         choice.move(State.FETCHING)
         self._look_again(choice)
-        self._stop_warming(choice)
+        if choice.fetch is None:
+            self._stop_warming(choice)
         return True
 
     def _look_again(self, choice: Choice) -> None:

@@ -300,7 +300,6 @@ class DecodeService:
             model_id=self._identity.model_id,
             fidelity=self._identity.fidelity,
             tokens=tuple(choice.sequence.tokens[: order.num_blocks * self._identity.block_size]),
-            first_block=order.first_block,
             salt=request.opening.salt,
             priority=choice.priority,
             time_left_s=None if choice.deadline_s is None else max(choice.deadline_s - now, 0.001),

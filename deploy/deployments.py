@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from deploy.local import Child, LocalDeployment, LocalPlan
+from deploy.local import Child, LocalDeployment, LocalPlan, same_for_both
 from deploy.one_process import OneProcessDeployment
 from deploy.ray_local import RayDeployment
 
@@ -12,4 +12,4 @@ BY_TRANSPORT = {"ray": RayDeployment, "inproc": OneProcessDeployment}
 
 def deployment_of(plan: LocalPlan, on_change: Callable[[Child], None] = lambda child: None) -> LocalDeployment:
     """Raises ConfigurationError."""
-    return BY_TRANSPORT.get(plan.transport, LocalDeployment)(plan, on_change)
+    return BY_TRANSPORT.get(same_for_both(plan.config, "transport", plan.transport), LocalDeployment)(plan, on_change)

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.local import LocalDeployment, LocalPlan
-from kvferry.worker.loop import StepLine
+from kvferry.errors import ConfigurationError
+from kvferry.worker.step_line import StepLine, step_in
 
 LENGTHS = (1024, 4096)
 NUM_ROUNDS = 3
@@ -46,6 +47,9 @@ class HandOffFigure:
 async def print_handoff_figures(model: Path, transports: list[str], as_json: bool, notes: Console) -> None:
     """Raises ConfigurationError."""
     table = Table("road", "figure", "value", "at most", "of what")
+    unknown = [name for name in transports if name not in MAX_EXPOSED]
+    if unknown:
+        raise ConfigurationError(f"transport: {unknown[0]!r} is not measured here; {' and '.join(MAX_EXPOSED)} are")
     for transport in transports or list(MAX_EXPOSED):
         notes.print(f"measuring {transport}")
         async for figure in _measure(model, transport):
@@ -65,6 +69,7 @@ async def print_handoff_figures(model: Path, transports: list[str], as_json: boo
 async def _measure(model: Path, transport: str) -> AsyncIterator[HandOffFigure]:
     extra = {role: ["--log-level=debug"] for role in ("prefill", "decode")}
     plan = LocalPlan(model, kv_tokens=KV_TOKENS, weights="float16", transport=transport, extra=extra)
+    cores = os.sched_getaffinity(0)
     async with (
         LocalDeployment(plan).running() as deployment,
         httpx.AsyncClient(base_url=deployment.url, timeout=600, trust_env=False) as client,
@@ -80,6 +85,7 @@ async def _measure(model: Path, transport: str) -> AsyncIterator[HandOffFigure]:
             yield HandOffFigure(f"exposed_{length}", share, MAX_EXPOSED.get(transport), note)
         async for figure in _beside_streams(deployment, client):
             yield figure
+    os.sched_setaffinity(0, cores)
 
 
 async def _exposed(
@@ -128,7 +134,7 @@ async def _beside_streams(deployment: LocalDeployment, client: httpx.AsyncClient
 
 def _steps(deployment: LocalDeployment, name: str) -> list[StepLine]:
     lines = (deployment.folder / f"{name}.log").read_text(errors="replace").splitlines()
-    return [step for line in lines if (step := StepLine.found_in(line)) is not None]
+    return [step for line in lines if (step := step_in(line)) is not None]
 
 
 def _give_decode_a_core(deployment: LocalDeployment) -> None:

@@ -77,8 +77,9 @@ class LocalDeployment:
         num_workers = plan.num_prefill + plan.num_decode
         self.threads = max(_num_cores() // max(num_workers, 1), 1)
         available = psutil.virtual_memory().available
-        self.weights, self.kv = self._same_for_both("weights", plan.weights), self._same_for_both("kv", plan.kv)
-        roads_called(plan.transport)
+        self.weights, self.kv = (same_for_both(plan.config, key, getattr(plan, key)) for key in ("weights", "kv"))
+        self.transport = same_for_both(plan.config, "transport", plan.transport)
+        roads_called(self.transport)
         self.kv_tokens = plan.kv_tokens or pool_tokens(self.shape, available, num_workers, self.kv)
         self._from_file = {role: self._keys_in_file(role) for role in MODULES}
         self.children: dict[str, Child] = {}
@@ -137,7 +138,7 @@ class LocalDeployment:
     def _worker_arguments(self, name: str) -> list[str]:
         registry = self.children["router"].details["registry"]
         sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens, "weights": self.weights, "kv": self.kv}
-        sizes["transport"] = self.plan.transport
+        sizes["transport"] = self.transport
         from_file = self._from_file[name.partition("-")[0]]
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items() if key not in from_file]
         return [f"--name={name}", f"--router={registry}", *flags]
@@ -148,16 +149,6 @@ class LocalDeployment:
         for key in sorted(keys & OWN_KEYS):
             raise ConfigurationError(f"{self.plan.config}: {role}.{key} is set by `kvferry up` itself: leave it out")
         return keys
-
-    def _same_for_both(self, key: str, given: str) -> str:
-        """What the configuration file says for either role holds for both; two that differ could not be paired."""
-        if self.plan.config is None:
-            return given
-        sections = [read_section(self.plan.config, role) for role in ("prefill", "decode")]
-        found = {str(section[key]) for section in sections if key in section}
-        if len(found) > 1:
-            raise ConfigurationError(f"{self.plan.config}: prefill.{key} and decode.{key} differ, and must be the same")
-        return found.pop() if found else given
 
     def _have_workers_joined(self) -> bool:
         return all(child.state == "ready" for child in self.children.values() if child.role != "router")
@@ -275,8 +266,20 @@ class LocalDeployment:
         self._on_change(child)
 
     def _last_words(self, child: Child) -> str:
-        lines = (self.folder / f"{child.name}.log").read_text(errors="replace").strip().splitlines()
+        log = self.folder / f"{child.name}.log"
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         return lines[-1] if lines else "it said nothing"
+
+
+def same_for_both(config: Path | None, key: str, given: str) -> str:
+    """What the configuration file says for either kind of worker holds for both; two that differ could not be paired."""
+    if config is None:
+        return given
+    sections = [read_section(config, role) for role in ("prefill", "decode")]
+    found = {str(section[key]) for section in sections if key in section}
+    if len(found) > 1:
+        raise ConfigurationError(f"{config}: prefill.{key} and decode.{key} differ, and must be the same")
+    return found.pop() if found else given
 
 
 def _words_of(code: int) -> str:

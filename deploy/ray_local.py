@@ -14,7 +14,7 @@ from deploy.local import MODULES, Child, LocalDeployment
 from kvferry.errors import ConfigurationError
 
 STORE_BYTES = 512 * 1024 * 1024
-"""Two frames of every fetch are in it at a time."""
+"""At most two frames of every fetch are in it at a time."""
 SIGKILL_CODE = -9
 
 
@@ -61,7 +61,7 @@ class RayDeployment(LocalDeployment):
             async for reference in actor.states.remote():
                 self._heard(child, await reference)
             return await ended
-        except ray.exceptions.RayActorError:
+        except ray.exceptions.RayError:
             return SIGKILL_CODE
         finally:
             ray.kill(actor)

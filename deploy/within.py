@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry import process
-from kvferry.errors import JoinRefused, KvferryError
 
 
 async def run_within(module: str, arguments: list[str], on_state: Callable[[dict[str, Any]], object]) -> int:
@@ -17,12 +16,6 @@ async def run_within(module: str, arguments: list[str], on_state: Callable[[dict
     context.run(process.on_state.set, on_state)
     try:
         await asyncio.get_running_loop().create_task(program.serve(arguments), context=context)
-    except (KvferryError, BaseExceptionGroup) as error:
-        first: BaseException = error
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        if not isinstance(first, KvferryError):
-            raise
-        on_state({"state": "failed", "reason": first.message})
-        return process.REFUSED_EXIT_CODE if isinstance(first, JoinRefused) else 2
+    except Exception as error:  # the program's, whatever it is: a process would have ended with it
+        return context.run(process.exit_code_of, error)
     return 0

@@ -114,7 +114,7 @@ class WorkerConfig(_Config):
     """What the pool keeps and ships: float32, or bfloat16 at half the bytes. The same in the whole deployment."""
     transport: str = "auto"
     """How blocks go to other workers and come from them: shm, ray, grpc or inproc alone, or auto: the best that both ends have."""
-    fetch_queued_s: float = Field(60.0, gt=0)
+    fetch_queued_s: float = Field(300.0, gt=0)
     """A source may let a fetch wait for so long."""
     fetch_computing_s: float = Field(30.0, gt=0)
     """A source may compute for a fetch for so long without a new step or block."""

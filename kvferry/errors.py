@@ -10,6 +10,7 @@ KvferryError
 │   └── ConfigurationError  at start: model, file, flag or pool
 ├── ElsewhereError      try elsewhere: this worker, source or block is no good
 │   ├── FetchFailed         a source did not deliver (has a kind)
+│   ├── RoadFailed          blocks cannot come over a road, or no longer
 │   └── BadFrame            a frame was damaged or not what was asked for (has a kind)
 ├── LaterError          try later: there is no room or no worker now
 │   ├── Overloaded          a queue is full

@@ -103,7 +103,7 @@ def run_process(main: Coroutine[Any, Any, None], with_parent: bool) -> NoReturn:
     try:
         asyncio.run(_until_stopped(main, with_parent))
     except BaseException as error:
-        code = _exit_code(error)
+        code = exit_code_of(error)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -129,7 +129,8 @@ def _watch_parent(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> 
         loop.call_soon_threadsafe(task.cancel)
 
 
-def _exit_code(error: BaseException) -> int:
+def exit_code_of(error: BaseException) -> int:
+    """Says why, too."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, KvferryError):

@@ -61,13 +61,19 @@ async def measure_roads(names: list[str], num_rounds: int) -> AsyncIterator[Tran
 async def _source_process(*arguments: str) -> AsyncIterator[str]:
     """Its address."""
     source = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "loadtest.transport_ends", *arguments, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "loadtest.transport_ends",
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     try:
         assert source.stdout is not None
         yield (await source.stdout.readline()).decode().strip()
     finally:
-        source.kill()
+        if source.returncode is None:
+            source.kill()
         await source.wait()
 
 

@@ -25,6 +25,7 @@ from kvferry.kv.block_id import chain, chain_root
 from kvferry.kv.pool import BlockPool
 from kvferry.kv.road import Road, roads_called
 from kvferry.messages import FetchDown, FetchOpen, FetchUp, Source
+from kvferry.process import run_process
 from kvferry.rpc.links import GrpcDialer, add_fetch_service, bind, new_server
 from kvferry.streams import Dialer, Stream
 from kvferry.worker import copier as copier_module
@@ -220,11 +221,15 @@ def unchecked() -> Iterator[None]:
         source_module.block_digest, copier_module.check_block = kept
 
 
+async def _serve(road: str, is_unchecked: bool) -> None:
+    with unchecked() if is_unchecked else contextlib.nullcontext():
+        await SourceEnd(roads_called(road)).serve(lambda address: print(address, flush=True))
+
+
 def main() -> None:
-    """The source as a process of its own: says its address; `unchecked` as second argument leaves the digests out."""
+    """The source as a process of its own: says its address, ends with its parent; `unchecked` as second argument leaves digests out."""
     keep_freed_memory()
-    with unchecked() if sys.argv[2:] == ["unchecked"] else contextlib.nullcontext():
-        asyncio.run(SourceEnd(roads_called(sys.argv[1])).serve(lambda address: print(address, flush=True)))
+    run_process(_serve(sys.argv[1], sys.argv[2:] == ["unchecked"]), with_parent=True)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,6 @@ class PrefillService:
             model_id=self._identity.model_id,
             fidelity=self._identity.fidelity,
             tokens=tuple(chain.sequence.tokens),
-            first_block=chain.sequence.num_sealed_blocks,
             salt=chain.salt,
             hold_only=True,
         )

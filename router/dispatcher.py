@@ -208,9 +208,9 @@ class Dispatcher:
             failed_worker_ids=frozenset(live.failed_worker_ids),
         )
         decode = [self._snapshot(m, block_ids) for m in self.members.of(Role.DECODE) if m.is_attached]
-        prefill = list[WorkerSnapshot]()
-        if not live.wants_prompt_logprobs:  # for those every position passes through the decode worker's steps
-            prefill = [self._snapshot(m, block_ids) for m in self.members.of(Role.PREFILL)]
+        if live.wants_prompt_logprobs:  # every position passes through the decode worker's steps
+            return place(demand, decode, [], local_tokens=num_tokens)
+        prefill = [self._snapshot(m, block_ids) for m in self.members.of(Role.PREFILL)]
         return place(demand, decode, prefill, self.limits.local_tokens)
 
     @staticmethod

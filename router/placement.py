@@ -82,7 +82,7 @@ def place(
         return Placement(chosen.worker_id, (), (), missing)
     others = [worker for worker in decode if worker.worker_id != chosen.worker_id]
     computing = _sources(demand, prefill)
-    sources = (*_whole_holder(demand, others, local_tokens), *computing)[:MAX_SOURCES]
+    sources = (*_whole_holder(demand, others), *computing)[:MAX_SOURCES]
     holders: tuple[str, ...] = ()
     if computing:
         first = next(worker for worker in prefill if worker.worker_id == computing[0])
@@ -92,9 +92,9 @@ def place(
     return Placement(chosen.worker_id, sources, holders, missing)
 
 
-def _whole_holder(demand: Demand, decode: Sequence[WorkerSnapshot], local_tokens: int) -> tuple[str, ...]:
-    """Another decode worker that has all but what is computed with the tail anyway: nothing needs to be computed for it."""
-    at_least = demand.num_blocks_before_tail - local_tokens // demand.block_size
+def _whole_holder(demand: Demand, decode: Sequence[WorkerSnapshot]) -> tuple[str, ...]:
+    """Another decode worker that has all whole blocks before the tail: nothing needs to be computed for them."""
+    at_least = demand.num_blocks_before_tail
     able = [w for w in decode if w.num_held_blocks >= at_least and w.worker_id not in demand.failed_worker_ids]
     able.sort(key=lambda worker: (worker.num_active, worker.num_placed))
     return tuple(worker.worker_id for worker in able[:1])

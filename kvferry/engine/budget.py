@@ -21,6 +21,10 @@ class StepBudget:
         self.tokens_per_s = INITIAL_TOKENS_PER_S
         self.yielding_s = 0.0
         """What yielding tokens takes of a step."""
+        self.quiet_s = 0.0
+        """A step that only yields tokens."""
+        self.s_per_token = 0.0
+        """What a token of catching up adds to it."""
 
     def num_tokens(self, is_yielding: bool = False) -> int:
         """`is_yielding`: sequences that yield a token take part in the step, and wait for all of it."""
@@ -32,9 +36,9 @@ class StepBudget:
 
     def num_lone_tail_tokens(self) -> int:
         """Of a tail that alone catches up beside sequences that yield tokens: so many make the step `MAX_STRETCH` times as long."""
-        if not self.yielding_s:
+        if not (self.quiet_s and self.s_per_token):
             return self._block_size
-        return max(int((MAX_STRETCH - 1) * self.yielding_s * self.tokens_per_s), 1)
+        return max(int((MAX_STRETCH - 1) * self.quiet_s / self.s_per_token), 1)
 
     def measured(self, num_tokens: int, duration_s: float) -> None:
         """One step's tokens and time. Steps smaller than a block say little about the rate and are left out."""
@@ -43,5 +47,10 @@ class StepBudget:
 
     def measured_yielding(self, num_catching_up: int, duration_s: float) -> None:
         """A step in which sequences yielded tokens: what it took without the `num_catching_up` tokens beside them."""
+        if num_catching_up == 0:
+            self.quiet_s += SMOOTHING * (duration_s - self.quiet_s) if self.quiet_s else duration_s
+        elif self.quiet_s:
+            added_s = max(duration_s - self.quiet_s, 0.0) / num_catching_up
+            self.s_per_token += SMOOTHING * (added_s - self.s_per_token) if self.s_per_token else added_s
         yielding_s = max(duration_s - num_catching_up / self.tokens_per_s, 0.0)
         self.yielding_s += SMOOTHING * (yielding_s - self.yielding_s) if self.yielding_s else yielding_s

@@ -1,8 +1,8 @@
 """Messages of a fetch as bytes, and back, where a frame's blocks are copied no more often than they must be.
 
-What is written is what protobuf would write for `FetchResponse` (proto/kvferry/v1/fetch.proto). A frame is put together in one copy,
-from the slots into the message, and taken apart in none: its payload is a slice of what came. Everything else, and a frame that was
-written in another order, goes through the generated classes.
+What is written is a `FetchResponse` (proto/kvferry/v1/fetch.proto), and read by any protobuf. A frame is put together in one copy,
+from the slots into the message, and taken apart in none: its payload is a slice of what came. Everything else, and a frame with
+fields that are not known here, goes through the generated classes.
 """
 
 from google.protobuf.message import DecodeError

@@ -39,7 +39,8 @@ class Copier:
         try:
             work(numbers)
         finally:
-            theirs.result()
+            if not theirs.cancel():  # it has begun
+                theirs.result()
         return faults
 
 

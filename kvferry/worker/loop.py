@@ -7,11 +7,10 @@ in production, inline and in virtual time in tests. The loop knows no request an
 
 import asyncio
 import logging
-import re
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from kvferry.bell import Bell
@@ -19,6 +18,7 @@ from kvferry.engine.plan import NON_FINITE, Plan, Runner, Scheduler, StepResult
 from kvferry.engine.roofline import StepCosts, Throughput
 from kvferry.kv.pool import BlockPool
 from kvferry.worker.counters import Counters
+from kvferry.worker.step_line import StepLine
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +47,6 @@ class StepTimes:
             self._small_s = max(0.99 * self._small_s, duration_s)
         else:
             self._s_per_token = max(0.99 * self._s_per_token, duration_s / num_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class StepLine:
-    """What the log says of a step at level debug; times are the monotonic clock's, equal in all processes of a host."""
-
-    step: int
-    num_chunks: int
-    num_tokens: int
-    planned_s: float
-    duration_s: float
-
-    def __str__(self) -> str:
-        counts = f"step={self.step} chunks={self.num_chunks} tokens={self.num_tokens}"
-        return f"{counts} planned_s={self.planned_s:.6f} duration_s={self.duration_s:.6f}"
-
-    @classmethod
-    def found_in(cls, line: str) -> "StepLine | None":
-        """The other way round; None for any other line."""
-        pattern = r"step=(\d+) chunks=(\d+) tokens=(\d+) planned_s=([\d.]+) duration_s=([\d.]+)"
-        found = re.search(pattern, line)
-        if found is None:
-            return None
-        return cls(int(found[1]), int(found[2]), int(found[3]), float(found[4]), float(found[5]))
 
 
 class Executor(Protocol):
@@ -193,7 +169,8 @@ class EngineLoop:
         finally:
             self._step_began = None
         duration_s = self.now() - began
-        logger.debug("%s", StepLine(plan.step, len(plan.chunks), plan.num_tokens, began, duration_s))
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s", StepLine(plan.step, len(plan.chunks), plan.num_tokens, began, duration_s))
         if not result.failures:
             self._times.measured(plan.num_tokens, duration_s)
             work = self._costs.of_plan(plan)

@@ -1,8 +1,8 @@
 """Which road two workers take, found out once: when a reader first meets a source, and again when either's memory is another.
 
 The source says what it offers; the reader tries its own roads in their order with one frame of whatever the first slots hold, keeps
-the first that works and the rate it saw, and says in the log which that was and why not a better one. A road that breaks later is
-barred for that life of the source, and the next one is found. Fetches that meet the same source at the same time share one meeting.
+the first that works, and says in the log which that was, at what rate, and why not a better one. A road that breaks later comes last
+for a while. Fetches that meet the same source at the same time share one meeting.
 """
 
 import asyncio
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 8 * 1024 * 1024
 MAX_MEETINGS = 4096
-MAX_PROBE_S = 15.0
+BARRED_S = 60.0
+"""A road that broke comes after all others for so long, and so does a meeting that took another road because of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class Meeting:
     incarnation: str
     road: Road
     offer: bytes
-    bytes_per_s: float
-    """Of the probe; the road's first frame, so rather too little than too much."""
+    until_s: float
+    """Then the two meet again: a better road broke, and may work again."""
 
     async def enter(self, ticket: bytes) -> Inlet:
         """Raises RoadFailed."""
@@ -67,13 +68,13 @@ class Meetings:
         self._dialer, self._format, self._roads, self._silence_s = dialer, block_format, roads, silence_s
         self._greeting = FetchMeet(model_id, fidelity)
         self._meetings: dict[str, Meeting] = {}
-        self._barred: set[tuple[str, str, str]] = set()
+        self._barred: dict[tuple[str, str, str], float] = {}  # until when, by address, life and road
         self._ongoing: dict[str, asyncio.Future[FetchFailed | None]] = {}
 
     async def with_source(self, source: Source) -> Meeting:
         """Raises FetchFailed: it cannot be reached, or no road to it works."""
         address = source.address
-        while (meeting := self._meetings.get(address)) is None:
+        while (meeting := self._meetings.get(address)) is None or meeting.until_s <= self._now():
             ongoing = self._ongoing.get(address)
             if ongoing is None:
                 return await self._meet_for_all(source)
@@ -105,8 +106,8 @@ class Meetings:
 
     def bar(self, meeting: Meeting, why: str) -> None:
         """The road broke: another one is found at the next meeting."""
-        logger.warning("%s to %s broke: %s; taking another road", meeting.road.name, meeting.source.worker_id, why)
-        self._barred.add((meeting.source.address, meeting.incarnation, meeting.road.name))
+        logger.warning("%s to %s broke: %s; trying another road", meeting.road.name, meeting.source.worker_id, why)
+        self._barred[meeting.source.address, meeting.incarnation, meeting.road.name] = self._now() + BARRED_S
         self.forget(meeting)
 
     def _forget_the_oldest(self) -> None:
@@ -138,12 +139,12 @@ class Meetings:
     async def _find_road(self, source: Source, answer: FetchOffers, stream: Stream[FetchUp, FetchDown]) -> Meeting:
         offers = {offer.road: offer.detail for offer in answer.offers}
         why_not: list[str] = []
-        for road in self._roads:
+        keys = {road.name: (source.address, answer.incarnation, road.name) for road in self._roads}
+        barred = {name: until for name, key in keys.items() if (until := self._barred.get(key, 0.0)) > self._now()}
+        why_not += [f"{name}: broke a moment ago" for name in barred]
+        for road in sorted(self._roads, key=lambda road: road.name in barred):
             if road.name not in offers:
                 why_not.append(f"{road.name}: not offered")
-                continue
-            if (source.address, answer.incarnation, road.name) in self._barred:
-                why_not.append(f"{road.name}: broke before")
                 continue
             try:
                 rate = await self._probe(road, offers[road.name], stream)
@@ -152,7 +153,8 @@ class Meetings:
                 continue
             reasons = f" ({'; '.join(why_not)})" if why_not else ""
             logger.info("blocks of %s come over %s, %.2f GB/s%s", source.worker_id, road.name, rate / 1e9, reasons)
-            return Meeting(source, answer.incarnation, road, offers[road.name], rate)
+            until_s = min((until for name, until in barred.items() if name != road.name), default=float("inf"))
+            return Meeting(source, answer.incarnation, road, offers[road.name], until_s)
         message = f"no road to {source.worker_id} works: {'; '.join(why_not)}"
         raise FetchFailed(FetchFailureKind.ROAD.value, message)
 
@@ -164,17 +166,21 @@ class Meetings:
         try:
             began = clock()
             await stream.send(FetchProbe(road.name, ticket, max(PROBE_BYTES // block_bytes, 1)))
-            async with asyncio.timeout(MAX_PROBE_S):
+            async with asyncio.timeout(self._silence_s):
                 frame = await stream.receive()
-                if not isinstance(frame, Frame):
-                    raise RoadFailed("the source sent no frame to try it with")
-                try:
-                    num_bytes = await self._copy(inlet, frame)
-                finally:
-                    await stream.send(FetchAck(frame.frame_number))
+            if not isinstance(frame, Frame):
+                raise StreamEnded("the source sent no frame to try a road with")
+            try:
+                num_bytes = await self._copy(inlet, frame)
+            finally:
+                await stream.send(FetchAck(frame.frame_number))
             return num_bytes / max(clock() - began, 1e-6)
         finally:
             inlet.close()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
     async def _copy(self, inlet: Inlet, frame: Frame) -> int:
         """Bytes. Nothing is kept, so no digest is checked."""

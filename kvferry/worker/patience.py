@@ -17,7 +17,7 @@ class FetchBudgets:
 
     silence_s: float = 3.0
     """Without any message (a source shows its progress every second)."""
-    queued_s: float = 60.0
+    queued_s: float = 300.0
     """Waiting at the source for room or its turn."""
     computing_s: float = 30.0
     """Computing without a new step and without a new block."""

@@ -14,6 +14,7 @@ from kvferry.engine.sequence import Sequence
 from kvferry.errors import BadFrame, FetchFailed, RoadFailed
 from kvferry.kv.frame import FrameBlock, unpack_header
 from kvferry.kv.memory import BlockMemory
+from kvferry.kv.pool import Hold
 from kvferry.kv.road import Inlet
 from kvferry.messages import (
     FetchAck,
@@ -61,12 +62,17 @@ class _Arriving:
     """One fetch over one road."""
 
     meeting: Meeting
-    ticket: bytes
     sequence: Sequence
+    hold: Hold
+    """The sequence's when the fetch began. Once it is closed nobody wants the rest, and a cancellation is on its way."""
     opening: FetchOpen
     report: FetchReport
     inbox: asyncio.Queue[FetchDown | FetchFailed]
     outbox: asyncio.Queue[FetchUp]
+
+    def check_wanted(self) -> None:
+        if not self.hold.is_open:
+            raise asyncio.CancelledError
 
 
 async def _send_all(stream: Stream[FetchUp, FetchDown], outbox: asyncio.Queue[FetchUp]) -> None:
@@ -91,8 +97,9 @@ class BlockReader:
         """Returns when every block of `opening` is sealed in `sequence`; raises FetchFailed. Fills in `report`."""
         self._counters.add("fetches_started")
         try:
+            broken: set[str] = set()
             for _ in range(MAX_MEETINGS_PER_FETCH):
-                if await self._fetch_over_one_road(sequence, opening, report):
+                if await self._fetch_over_one_road(sequence, opening, report, broken):
                     self._counters.add("fetches_finished")
                     return
             message = f"{report.source.worker_id} was another one at each of {MAX_MEETINGS_PER_FETCH} meetings"
@@ -105,22 +112,27 @@ class BlockReader:
         """Lets a source compute a chain for which there is no room here yet. Raises FetchFailed."""
         stream = self._dialer.fetch(source.address)
         try:
-            with contextlib.suppress(StreamEnded):  # receiving tells why
-                await stream.send(replace(opening, warm=True))
             patience = Patience(self._budgets, self._now())
+            with contextlib.suppress(StreamEnded, TimeoutError):  # receiving tells why
+                async with asyncio.timeout(self._budgets.silence_s):
+                    await stream.send(replace(opening, warm=True))
             while not isinstance(await self._receive(stream, patience), FetchEnd):
                 pass
         finally:
             stream.close()
 
-    async def _fetch_over_one_road(self, sequence: Sequence, opening: FetchOpen, report: FetchReport) -> bool:
-        """False: it is worth another meeting. What has arrived stays."""
+    async def _fetch_over_one_road(
+        self, sequence: Sequence, opening: FetchOpen, report: FetchReport, broken: set[str]
+    ) -> bool:
+        """False: it is worth another meeting. What has arrived stays. `broken`: the roads that broke in this fetch."""
         meeting = await self._meetings.with_source(report.source)
-        ticket = secrets.token_bytes(16)
+        if meeting.road.name in broken:
+            message = f"every road to {report.source.worker_id} broke: {', '.join(sorted(broken))}"
+            raise FetchFailed(FetchFailureKind.ROAD.value, message)
         opening = replace(
             opening,
             road=meeting.road.name,
-            ticket=ticket,
+            ticket=secrets.token_bytes(16),
             incarnation=meeting.incarnation,
             first_block=sequence.num_sealed_blocks,
         )
@@ -129,12 +141,13 @@ class BlockReader:
             inbox: asyncio.Queue[FetchDown | FetchFailed] = asyncio.Queue(1)
             outbox: asyncio.Queue[FetchUp] = asyncio.Queue()
             outbox.put_nowait(opening)
-            arriving = _Arriving(meeting, ticket, sequence, opening, report, inbox, outbox)
+            arriving = _Arriving(meeting, sequence, sequence.hold, opening, report, inbox, outbox)
             await until_first(
                 self._take_messages(arriving), self._receive_ahead(stream, inbox), _send_all(stream, outbox)
             )
         except RoadFailed as failed:
             self._meetings.bar(meeting, failed.message)
+            broken.add(meeting.road.name)
             return False
         except _MeetAgain:
             self._meetings.forget(meeting)
@@ -163,7 +176,7 @@ class BlockReader:
             await asyncio.get_running_loop().create_future()
 
     async def _take_messages(self, arriving: "_Arriving") -> None:
-        inlet = await arriving.meeting.enter(arriving.ticket)
+        inlet = await arriving.meeting.enter(arriving.opening.ticket)
         try:
             has_heard = False
             while True:
@@ -202,10 +215,12 @@ class BlockReader:
         """Copies, checks, seals. Nothing is taken from the pool before the bytes can be copied, so no copy outlives its slot."""
         form, sequence, report = self._memory.format, arriving.sequence, arriving.report
         report.road = arriving.meeting.road.name
+        arriving.check_wanted()
         try:
             wanted = sequence.block_ids[: len(arriving.opening.tokens) // form.block_size]
             blocks = unpack_header(frame.header, form, sequence.num_sealed_blocks, wanted)
             await inlet.arrive(frame, len(blocks), form.block_bytes)
+            arriving.check_wanted()
             self._seal_blocks(blocks, inlet, sequence, report)
         except BadFrame as bad:
             self._counters.add(f"bad_frame_{bad.kind}")

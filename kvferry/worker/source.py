@@ -9,11 +9,11 @@ the coroutine.
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.errors import ConfigurationError
 from kvferry.kv.block_id import chain, chain_root
 from kvferry.kv.frame import MAX_BLOCKS, PROBE_IDS, block_digest, pack_header
 from kvferry.kv.memory import BlockMemory
@@ -40,13 +40,13 @@ from kvferry.streams import Stream, StreamEnded
 from kvferry.worker.counters import Counters
 from kvferry.worker.loop import EngineLoop
 
-logger = logging.getLogger(__name__)
-
 MAX_FRAMES_IN_FLIGHT = 2
 PROGRESS_INTERVAL_S = 1.0
 OPENING_TIMEOUT_S = 5.0
 MEETING_TIMEOUT_S = 60.0
 """For a reader to try a road: longer than any road takes to fail."""
+READER_TIMEOUT_S = 30.0
+"""A reader that has two frames, or all, and acknowledges none for so long is given up: its frames' blocks are in others' way."""
 LINGER_S = 2.0
 
 
@@ -110,6 +110,11 @@ class BlockSource:
         self._identity, self._pool, self._memory = identity, pool, memory
         self._loop, self._counters, self._computer = loop, counters, computer
         self._laid = {road.name: (road, laid) for road in roads if (laid := road.lay(memory)) is not None}
+        if not self._laid:
+            names = ", ".join(road.name for road in roads)
+            raise ConfigurationError(
+                f"transport {names}: this worker cannot offer it here; use --transport auto or grpc"
+            )
         self.num_serving = 0
         loop.is_lending = lambda: self.num_serving > 0
 
@@ -240,13 +245,20 @@ class _Serving:
         if self._computation is not None:
             self._computation.close()
         await self._stream.send(end)
-        while self._in_flight:
-            await self._one_acknowledged()
-        await asyncio.sleep(LINGER_S)
+        with contextlib.suppress(_FetchIsOver):
+            while self._in_flight:
+                await self._one_acknowledged()
+            await asyncio.sleep(LINGER_S)
 
     async def _one_acknowledged(self) -> None:
+        """Raises _FetchIsOver for a reader that does not read."""
         self._acknowledged.clear()
-        await self._acknowledged.wait()
+        try:
+            async with asyncio.timeout(READER_TIMEOUT_S):
+                await self._acknowledged.wait()
+        except TimeoutError:
+            detail = f"the reader acknowledged nothing for {READER_TIMEOUT_S:g} s"
+            raise _FetchIsOver(FetchEnd(FetchEndReason.DEADLINE, self._next, detail)) from None
 
     async def _compute_all(self) -> None:
         """For a reader that has no room yet."""
@@ -299,6 +311,7 @@ class _Serving:
             if isinstance(message, FetchAck) and message.frame_number in self._in_flight:
                 self._in_flight.pop(message.frame_number).close()
                 self._acknowledged.set()
+                self._loop.post(lambda: None)  # somebody may wait for this room
 
     async def _show_progress(self) -> None:
         shown: FetchState | None = None

@@ -52,10 +52,10 @@ def test_holders_are_named_when_they_have_more_than_source_and_decode_worker():
 
 
 def test_a_decode_worker_that_has_it_all_is_the_first_source_and_whoever_computes_the_second():
-    decode = [worker("d1"), worker("d2", num_active=3, num_held_blocks=11)]
+    decode = [worker("d1"), worker("d2", num_active=3, num_held_blocks=12)]
     assert place(DEMAND, decode, [worker("p1")], 16).source_ids == ("d2", "p1")
     assert place(DEMAND, decode, [], 16).source_ids == ("d2",)
     failed = replace(DEMAND, failed_worker_ids=frozenset({"d2"}))
     assert place(failed, decode, [worker("p1")], 16).source_ids == ("p1",)
-    decode = [worker("d1"), worker("d2", num_active=3, num_held_blocks=10)]
+    decode = [worker("d1"), worker("d2", num_active=3, num_held_blocks=11)]
     assert place(DEMAND, decode, [worker("p1")], 16).source_ids == ("p1",)

@@ -18,7 +18,7 @@ from kvferry.kv.pool import BlockPool
 from kvferry.kv.road import Inlet, Road, known_roads
 from kvferry.messages import FetchOpen, Frame, Source
 from kvferry.worker.counters import Counters
-from kvferry.worker.meeting import Meetings
+from kvferry.worker.meeting import BARRED_S, Meetings
 from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.reader import BlockReader, FetchReport
 from kvferry.worker.settings import WorkerSettings
@@ -216,7 +216,7 @@ def test_a_road_that_breaks_is_left_and_the_next_one_brings_only_what_had_not_co
             assert values["fetched_bytes_over_grpc"] == (NUM_BLOCKS - num_blocks) * BLOCK * KV_BYTES
             assert (values["fetches_started"], values["fetches_finished"]) == (1, 1)
             other = await reader.fetch([*TOKENS[:BLOCK], *range(500, 500 + BLOCK)])
-            assert other.road == "grpc", "the road is not tried again"
+            assert other.road == "grpc", "the road is not tried again so soon"
             assert values["fetched_bytes_over_breaking shm"] == num_blocks * BLOCK * KV_BYTES
             await asyncio.sleep(5)
             counts = source.body.pool.counts
@@ -224,8 +224,8 @@ def test_a_road_that_breaks_is_left_and_the_next_one_brings_only_what_had_not_co
 
     with caplog.at_level(logging.INFO, "kvferry.worker.meeting"):
         run_virtual(main)
-    assert "breaking shm to p1 broke: the bridge is down; taking another road" in caplog.messages
-    assert any("(breaking shm: broke before)" in message for message in caplog.messages)
+    assert "breaking shm to p1 broke: the bridge is down; trying another road" in caplog.messages
+    assert any("(breaking shm: broke a moment ago)" in message for message in caplog.messages)
 
 
 def test_a_road_is_barred_for_one_life_of_the_source_only():
@@ -237,6 +237,22 @@ def test_a_road_is_barred_for_one_life_of_the_source_only():
             assert (await reader.fetch()).road == "grpc"
             await here.kill()
             here.start(road, GRPC, incarnation="p1-2")
+            assert (await reader.fetch(TOKENS[:BLOCK])).road == "breaking inproc"
+
+    run_virtual(main)
+
+
+def test_a_road_that_broke_is_tried_again_after_a_while_and_as_the_last_one_at_once():
+    async def main():
+        async with place() as here:
+            road = breaking(INPROC, PER_FRAME)
+            here.start(road, GRPC)
+            reader, lone = Reader(here.network, road, GRPC), Reader(here.network, road)
+            assert (await reader.fetch()).road == "grpc"
+            with pytest.raises(FetchFailed):
+                await lone.fetch()
+            assert (await lone.fetch(TOKENS[:BLOCK])).road == "breaking inproc"
+            await asyncio.sleep(BARRED_S)
             assert (await reader.fetch(TOKENS[:BLOCK])).road == "breaking inproc"
 
     run_virtual(main)

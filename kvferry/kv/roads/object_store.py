@@ -46,9 +46,10 @@ async def shipments(ticket: bytes) -> AsyncIterator[Shipment]:
         async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
             queue = await asyncio.shield(opened)
     except TimeoutError:
-        if not opened.done():
-            _opened.pop(ticket, None)
         return
+    finally:
+        if not opened.done() and _opened.get(ticket) is opened:
+            del _opened[ticket]
     while (shipment := await queue.get()) is not None:
         yield shipment
 

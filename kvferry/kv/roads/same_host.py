@@ -1,8 +1,8 @@
 """Shared memory: for two workers on one host. The reader copies each block once, straight out of the source's pool.
 
 The kernel makes the copy (process_vm_readv): nothing is mapped, named or put into /dev/shm, so nothing can be left behind, guessed or
-full, and the pool keeps its large pages, which shared mappings have on few systems. It can only read, and may do so between processes
-of one user and one container; a source that dies is an error, not a signal. Before anything is believed the reader finds the source's
+full, and the pool keeps its large pages, which shared mappings have on few systems. It reads only, and may do so between processes of
+one user and one container; a source that dies is an error, not a signal. Before anything is believed the reader finds the source's
 random token at the address it was told: a process id that means another process is found out.
 """
 
@@ -26,6 +26,8 @@ MAX_OFFER_BYTES = 4096
 TOKEN_BYTES = 32
 MAX_ADDRESS = 2**63
 MAX_PID = 2**31 - 1
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+"""Where it is 1, only parents may look into a process: a source then lets all processes of its user in, which includes debuggers."""
 SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
 
 
@@ -106,9 +108,13 @@ class SameHostInlet:
 def lay(memory: BlockMemory) -> SameHostSource | None:
     if memory.address is None or not Path("/proc/self").exists() or (library := _library()) is None:
         return None
-    # Where the system lets only parents look into a process (Yama), its siblings are let in; an error means that it does not.
-    library.prctl(ctypes.c_int(SET_PTRACER), ANY_PROCESS, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
-    return SameHostSource(memory.address, memory.num_slots)
+    try:
+        if YAMA.exists() and YAMA.read_text().strip() == "1":
+            none = ctypes.c_ulong(0)
+            library.prctl(ctypes.c_int(SET_PTRACER), ANY_PROCESS, none, none, none)
+        return SameHostSource(memory.address, memory.num_slots)
+    except OSError:  # a process that may not see what it needs of /proc
+        return None
 
 
 async def enter(offer: bytes, ticket: bytes) -> SameHostInlet:
