@@ -28,7 +28,7 @@ from kvferry.messages import FetchDown, FetchOpen, FetchUp, Source
 from kvferry.process import run_process
 from kvferry.rpc.links import GrpcDialer, add_fetch_service, bind, new_server
 from kvferry.streams import Dialer, Stream
-from kvferry.worker import copier as copier_module
+from kvferry.worker import reader as reader_module
 from kvferry.worker import source as source_module
 from kvferry.worker.allocation import keep_freed_memory
 from kvferry.worker.counters import Counters
@@ -212,13 +212,13 @@ async def bare_stream(dialer: GrpcDialer, address: str, num_bytes: int, message_
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """This process takes no digest and checks none: what the digests cost is what this saves. Nowhere but in this measurement."""
-    kept = (source_module.block_digest, copier_module.check_block)
+    kept = (source_module.block_digest, reader_module.check_block)
     source_module.block_digest = lambda block_id, block: bytes(16)
-    copier_module.check_block = lambda block, copy: None
+    reader_module.check_block = lambda block, copy: None
     try:
         yield
     finally:
-        source_module.block_digest, copier_module.check_block = kept
+        source_module.block_digest, reader_module.check_block = kept
 
 
 async def _serve(road: str, is_unchecked: bool) -> None:

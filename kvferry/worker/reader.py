@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import BadFrame, FetchFailed, RoadFailed
-from kvferry.kv.frame import FrameBlock, unpack_header
+from kvferry.kv.frame import FrameBlock, check_block, unpack_header
 from kvferry.kv.memory import BlockMemory
 from kvferry.kv.pool import Hold
 from kvferry.kv.road import Inlet
@@ -30,7 +30,6 @@ from kvferry.messages import (
 )
 from kvferry.racing import until_first
 from kvferry.streams import Dialer, Stream, StreamEnded
-from kvferry.worker.copier import Copier
 from kvferry.worker.counters import Counters
 from kvferry.worker.meeting import Meeting, Meetings
 from kvferry.worker.patience import FetchBudgets, Patience
@@ -91,7 +90,6 @@ class BlockReader:
     ):
         self._dialer, self._memory, self._meetings = dialer, memory, meetings
         self._counters, self._budgets = counters, budgets
-        self._copier = Copier()
 
     async def fetch(self, sequence: Sequence, opening: FetchOpen, report: FetchReport) -> None:
         """Returns when every block of `opening` is sealed in `sequence`; raises FetchFailed. Fills in `report`."""
@@ -228,25 +226,33 @@ class BlockReader:
 
     def _seal_blocks(self, blocks: list[FrameBlock], inlet: Inlet, sequence: Sequence, report: FetchReport) -> None:
         """In order, up to the first that is not what it should be, which is raised."""
-        slots = [sequence.hold.take() for _ in blocks]
-        faults = self._copier.copy_and_check(inlet, blocks, [self._memory.view(slot) for slot in slots])
-        num_good = next((number for number, fault in enumerate(faults) if fault is not None), len(blocks))
-        for slot in slots[:num_good]:
-            sequence.received(slot)
-        for slot in reversed(slots[num_good:]):
+        num_sealed = 0
+        try:
+            for number, block in enumerate(blocks):
+                self._seal_block(block, inlet, number, sequence)
+                num_sealed += 1
+        finally:
+            if num_sealed:
+                report.last_block_s = self._now()
+                if report.first_block_s is None:
+                    report.first_block_s = report.last_block_s
+                num_bytes = num_sealed * self._memory.format.block_bytes
+                report.num_blocks += num_sealed
+                report.num_bytes += num_bytes
+                self._counters.add("fetched_blocks", num_sealed)
+                self._counters.add("fetched_bytes", num_bytes)
+                self._counters.add(f"fetched_bytes_over_{report.road}", num_bytes)
+
+    def _seal_block(self, block: FrameBlock, inlet: Inlet, number: int, sequence: Sequence) -> None:
+        slot = sequence.hold.take()
+        copy = self._memory.view(slot)
+        try:
+            inlet.copy(number, copy)
+            check_block(block, copy)
+        except (BadFrame, RoadFailed):
             sequence.hold.put_back(slot)
-        if num_good:
-            report.last_block_s = self._now()
-            report.first_block_s = report.first_block_s if report.first_block_s is not None else report.last_block_s
-            num_bytes = num_good * self._memory.format.block_bytes
-            report.num_blocks += num_good
-            report.num_bytes += num_bytes
-            self._counters.add("fetched_blocks", num_good)
-            self._counters.add("fetched_bytes", num_bytes)
-            self._counters.add(f"fetched_bytes_over_{report.road}", num_bytes)
-        fault = faults[num_good] if num_good < len(blocks) else None
-        if fault is not None:
-            raise fault
+            raise
+        sequence.received(slot)
 
     def _check_end(self, end: FetchEnd, sequence: Sequence, opening: FetchOpen) -> None:
         wanted = len(opening.tokens) // self._memory.format.block_size

@@ -109,6 +109,8 @@ class BlockSource:
     ):
         self._identity, self._pool, self._memory = identity, pool, memory
         self._loop, self._counters, self._computer = loop, counters, computer
+        self._digests: dict[bytes, bytes] = {}
+        self._changes = pool.watch()
         self._laid = {road.name: (road, laid) for road in roads if (laid := road.lay(memory)) is not None}
         if not self._laid:
             names = ", ".join(road.name for road in roads)
@@ -160,6 +162,16 @@ class BlockSource:
             finally:
                 outlet.close()
             frame_number += 1
+
+    def digest(self, block_id: bytes, slot: int) -> bytes:
+        """Taken when a block is first sent, while it is still in the processor's cache, and kept for as long as the block is."""
+        for changed in self._changes.take():
+            for other in changed:
+                self._digests.pop(other, None)
+        found = self._digests.get(block_id)
+        if found is None:
+            found = self._digests[block_id] = block_digest(block_id, self._memory.view(slot))
+        return found
 
     def road(self, name: str) -> SourceRoad:
         return self._laid[name][1]
@@ -267,11 +279,13 @@ class _Serving:
             await self._wait_for_a_block()
 
     async def _send_blocks(self, outlet: Outlet) -> None:
-        limit = self._source.max_frame_blocks(self._opening.road)
+        largest = self._source.max_frame_blocks(self._opening.road)
         while self._next < len(self._ids):
             if len(self._in_flight) >= MAX_FRAMES_IN_FLIGHT:
                 await self._one_acknowledged()
-            elif (count := self._pool.num_sealed_prefix(self._ids[self._next : self._next + limit])) > 0:
+                continue
+            limit = largest if self._frame_number else -(-largest // 4)  # the reader begins sooner
+            if (count := self._pool.num_sealed_prefix(self._ids[self._next : self._next + limit])) > 0:
                 await self._send_frame(outlet, count)
             else:
                 await self._wait_for_a_block()
@@ -282,7 +296,7 @@ class _Serving:
         self._in_flight[self._frame_number] = hold
         slots = [slot for id_ in ids if (slot := hold.adopt(id_)) is not None]
         assert len(slots) == count, "nothing is evicted between two statements"
-        digests = [block_digest(id_, self._memory.view(slot)) for id_, slot in zip(ids, slots, strict=True)]
+        digests = [self._source.digest(id_, slot) for id_, slot in zip(ids, slots, strict=True)]
         cargo = outlet.load(slots)
         header = pack_header(form, self._next, ids, digests)
         frame = Frame(self._frame_number, header, cargo.payload, cargo.place)

@@ -17,10 +17,9 @@ from kvferry.engine.fake import KV_BYTES, BytesMemory
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import FetchFailed
 from kvferry.kv.block_id import chain_root, extend_chain
-from kvferry.kv.frame import PROBE_IDS, FrameBlock, block_digest, pack_header
+from kvferry.kv.frame import PROBE_IDS, block_digest, pack_header
 from kvferry.kv.pool import BlockPool
 from kvferry.kv.road import known_roads
-from kvferry.kv.roads.inline import InlineInlet
 from kvferry.messages import (
     FetchDown,
     FetchEnd,
@@ -36,7 +35,6 @@ from kvferry.messages import (
 )
 from kvferry.rpc.frame_wire import fetch_down_from_bytes, fetch_down_to_bytes
 from kvferry.streams import StreamEnded
-from kvferry.worker.copier import MIN_SHARED_BYTES, Copier
 from kvferry.worker.counters import Counters
 from kvferry.worker.meeting import Meetings
 from kvferry.worker.patience import FetchBudgets
@@ -386,20 +384,3 @@ def test_a_stream_that_ends_early_is_no_damage_and_what_came_stays(road_name):
             rig.check()
 
     run_virtual(main)
-
-
-async def test_of_a_frame_large_enough_for_two_threads_exactly_the_damaged_blocks_are_found():
-    num_blocks, block_bytes, random_ = 16, MIN_SHARED_BYTES // 8, random.Random(1)
-    true = [random_.randbytes(block_bytes) for _ in range(num_blocks)]
-    blocks = [FrameBlock(k, bytes([k] * 16), block_digest(bytes([k] * 16), true[k])) for k in range(num_blocks)]
-    inlet, copier = InlineInlet(), Copier()
-    for _ in range(30):
-        damaged = set(random_.sample(range(num_blocks), random_.randint(0, 3)))
-        payload = bytearray(b"".join(true))
-        for k in damaged:
-            payload[k * block_bytes + random_.randrange(block_bytes)] ^= 1 << random_.randrange(8)
-        await inlet.arrive(Frame(0, b"", bytes(payload)), num_blocks, block_bytes)
-        copies = [bytearray(block_bytes) for _ in range(num_blocks)]
-        faults = copier.copy_and_check(inlet, blocks, [memoryview(copy) for copy in copies])
-        assert {k for k, fault in enumerate(faults) if fault is not None} == damaged
-        assert b"".join(copies) == payload

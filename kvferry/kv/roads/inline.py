@@ -58,4 +58,4 @@ async def enter(offer: bytes, ticket: bytes) -> InlineInlet:
     return InlineInlet()
 
 
-ROAD = Road("grpc", rank=40, frame_bytes=4 * MIB, lay=InlineSource, enter=enter)
+ROAD = Road("grpc", rank=40, frame_bytes=8 * MIB, lay=InlineSource, enter=enter)
