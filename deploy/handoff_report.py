@@ -5,12 +5,13 @@ clock is the host's. The decode worker has a core to itself where there are two.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,17 @@ from rich.table import Table
 
 from deploy.local import LocalDeployment, LocalPlan
 from kvferry.errors import ConfigurationError
+from kvferry.messages import FetchEnd, FetchOpen
+from kvferry.rpc.links import GrpcDialer
 from kvferry.worker.step_line import StepLine, step_in
 
 LENGTHS = (1024, 4096)
 NUM_ROUNDS = 3
 NUM_STREAMS = 8
-STREAM_TOKENS, QUIET_S, BUSY_S = 700, 3.0, 12.0
+STREAM_TOKENS, QUIET_S, PHASE_S, TAIL_PROMPT = 1200, 2.0, 6.0, 16 * 10
 MAX_EXPOSED = {"shm": 0.03, "grpc": 0.08}
 MAX_TAIL, MAX_ITL = 1.5, 1.10
-KV_TOKENS = 24_000
+KV_TOKENS = 30_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,33 +106,76 @@ async def _exposed(
 
 
 async def _beside_streams(deployment: LocalDeployment, client: httpx.AsyncClient) -> AsyncIterator[HandOffFigure]:
-    """Eight streams decode, first alone, then while prompts of 1,024 tokens arrive one after the other."""
+    """Eight streams decode: beside a prefill worker that ships nothing, while its blocks arrive, while tails do; alone in between.
+
+    Their contexts grow, so each is compared with the quiet before and after it.
+    """
     async with asyncio.TaskGroup() as group:
         streams = [
             group.create_task(_complete(client, _ids(64, ("stream", k)), STREAM_TOKENS)) for k in range(NUM_STREAMS)
         ]
         await asyncio.sleep(2.0)
-        quiet_from = time.monotonic()
-        await asyncio.sleep(QUIET_S)
-        busy_from, number = time.monotonic(), 0
-        while time.monotonic() < busy_from + BUSY_S and not any(stream.done() for stream in streams):
-            await _complete(client, _ids(1024, ("busy", number)), 1)
-            number += 1
-        busy_to = time.monotonic()
+        quiet = await _phase(PHASE_S, asyncio.sleep)
+        beside = await _phase(PHASE_S, lambda number: _compute_for_nobody(deployment, client, number))
+        receiving = await _phase(2 * PHASE_S, lambda k: _complete(client, _ids(1024, ("busy", k)), 1))
+        await _phase(
+            PHASE_S / 2, lambda k: _complete(client, _ids(TAIL_PROMPT, ("tail before", k)), 1)
+        )  # costs are learned
+        tails = await _phase(PHASE_S, lambda k: _complete(client, _ids(TAIL_PROMPT, ("tail", k)), 1))
+        is_valid = not any(stream.done() for stream in streams)
         for stream in streams:
             stream.cancel()
+    assert is_valid, "the streams ended before the measurement"
     await asyncio.sleep(0.5)
-    steps = [step for step in _steps(deployment, "decode-1") if step.num_chunks >= NUM_STREAMS]
-    quiet = [s.duration_s for s in steps if quiet_from <= s.planned_s < busy_from and s.num_tokens == NUM_STREAMS]
-    busy = [s for s in steps if busy_from + 1 <= s.planned_s < busy_to]
-    tails = [s.duration_s for s in busy if s.num_tokens > NUM_STREAMS]
-    others = [s.duration_s for s in busy if s.num_tokens == NUM_STREAMS]
-    quiet_s = statistics.median(quiet)
-    tail_s, other_s = statistics.median(tails), statistics.median(others)
-    note = f"a step with a tail of {number} prompts: {tail_s * 1e3:.1f} ms, {quiet_s * 1e3:.1f} ms quiet, batch {NUM_STREAMS}"
-    yield HandOffFigure("tail_step", tail_s / quiet_s, MAX_TAIL, note)
-    note = f"a step while blocks arrive: {other_s * 1e3:.1f} ms, {quiet_s * 1e3:.1f} ms quiet"
-    yield HandOffFigure("itl_receiving", other_s / quiet_s, MAX_ITL, note)
+
+    def steps(phase: tuple[float, float], has_tail: bool) -> float:
+        """The median of the steps in which all streams yielded a token."""
+        return statistics.median(
+            step.duration_s
+            for step in _steps(deployment, "decode-1")
+            if phase[0] <= step.planned_s < phase[1]
+            and step.num_chunks >= NUM_STREAMS
+            and (step.num_tokens > NUM_STREAMS) == has_tail
+        )
+
+    quiet_s = [steps(phase, False) for phase in quiet]
+    before_s = [(earlier + later) / 2 for earlier, later in itertools.pairwise(quiet_s)]
+    for name, step_s, own_quiet_s, limit, what in (
+        (
+            "itl_beside_prefill",
+            steps(beside, False),
+            before_s[0],
+            None,
+            "while the prefill worker computes and ships nothing",
+        ),
+        ("itl_receiving", steps(receiving, False), before_s[1], MAX_ITL, "while its blocks arrive"),
+        ("tail_step", steps(tails, True), before_s[2], MAX_TAIL, "with (a part of) a tail"),
+    ):
+        note = f"a step {what}: {step_s * 1e3:.1f} ms, {own_quiet_s * 1e3:.1f} ms quiet, batch {NUM_STREAMS}"
+        yield HandOffFigure(name, step_s / own_quiet_s, limit, note)
+
+
+async def _phase(seconds: float, work: Callable[[int], Awaitable[object]]) -> tuple[float, float]:
+    """Repeats `work` for so long; returns when it began and ended."""
+    began, number = time.monotonic(), 0
+    while time.monotonic() < began + seconds:
+        await work(number)
+        number += 1
+    return began, time.monotonic()
+
+
+async def _compute_for_nobody(deployment: LocalDeployment, client: httpx.AsyncClient, number: int) -> None:
+    """The prefill worker computes 1,024 tokens, and no block leaves it."""
+    workers = (await client.get("/health/ready")).json()["workers"]
+    worker = next(one for one in workers if one["name"] == "prefill-1")
+    dialer = GrpcDialer((deployment.folder / "secret").read_text().strip())
+    stream = dialer.fetch(deployment.children["prefill-1"].details["address"])
+    tokens = tuple(_ids(1024, ("nobody", number)))
+    await stream.send(FetchOpen(worker["model_id"], worker["fidelity"], tokens, warm=True))
+    while not isinstance(await stream.receive(), FetchEnd):
+        pass
+    stream.close()
+    await dialer.close()
 
 
 def _steps(deployment: LocalDeployment, name: str) -> list[StepLine]:

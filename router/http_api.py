@@ -141,6 +141,8 @@ class HttpApi:
                 "role": member.role.value,
                 "pool_tokens": member.description.pool_tokens,
                 "block_size": member.description.block_size,
+                "model_id": member.description.model_id,
+                "fidelity": member.description.fidelity,
                 "block_bytes": member.description.block_bytes,
                 "pid": member.description.pid,
                 "step": member.progress.step,

@@ -95,7 +95,7 @@ class BlockReader:
         """Returns when every block of `opening` is sealed in `sequence`; raises FetchFailed. Fills in `report`."""
         self._counters.add("fetches_started")
         try:
-            broken: set[str] = set()
+            broken: set[tuple[str, str]] = set()
             for _ in range(MAX_MEETINGS_PER_FETCH):
                 if await self._fetch_over_one_road(sequence, opening, report, broken):
                     self._counters.add("fetches_finished")
@@ -120,12 +120,13 @@ class BlockReader:
             stream.close()
 
     async def _fetch_over_one_road(
-        self, sequence: Sequence, opening: FetchOpen, report: FetchReport, broken: set[str]
+        self, sequence: Sequence, opening: FetchOpen, report: FetchReport, broken: set[tuple[str, str]]
     ) -> bool:
-        """False: it is worth another meeting. What has arrived stays. `broken`: the roads that broke in this fetch."""
+        """False: it is worth another meeting. What has arrived stays. `broken`: lives and roads that broke in this fetch."""
         meeting = await self._meetings.with_source(report.source)
-        if meeting.road.name in broken:
-            message = f"every road to {report.source.worker_id} broke: {', '.join(sorted(broken))}"
+        if (meeting.incarnation, meeting.road.name) in broken:
+            names = ", ".join(sorted(name for _, name in broken))
+            message = f"every road to {report.source.worker_id} broke: {names}"
             raise FetchFailed(FetchFailureKind.ROAD.value, message)
         opening = replace(
             opening,
@@ -145,7 +146,7 @@ class BlockReader:
             )
         except RoadFailed as failed:
             self._meetings.bar(meeting, failed.message)
-            broken.add(meeting.road.name)
+            broken.add((meeting.incarnation, meeting.road.name))
             return False
         except _MeetAgain:
             self._meetings.forget(meeting)
