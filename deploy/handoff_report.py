@@ -115,13 +115,13 @@ async def _beside_streams(deployment: LocalDeployment, client: httpx.AsyncClient
             group.create_task(_complete(client, _ids(64, ("stream", k)), STREAM_TOKENS)) for k in range(NUM_STREAMS)
         ]
         await asyncio.sleep(2.0)
-        quiet = await _phase(PHASE_S, asyncio.sleep)
+        quiet = [await _phase(QUIET_S, lambda _: asyncio.sleep(QUIET_S))]
         beside = await _phase(PHASE_S, lambda number: _compute_for_nobody(deployment, client, number))
-        receiving = await _phase(2 * PHASE_S, lambda k: _complete(client, _ids(1024, ("busy", k)), 1))
-        await _phase(
-            PHASE_S / 2, lambda k: _complete(client, _ids(TAIL_PROMPT, ("tail before", k)), 1)
-        )  # costs are learned
+        quiet.append(await _phase(QUIET_S, lambda _: asyncio.sleep(QUIET_S)))
+        receiving = await _phase(PHASE_S, lambda k: _complete(client, _ids(1024, ("busy", k)), 1))
+        quiet.append(await _phase(QUIET_S, lambda _: asyncio.sleep(QUIET_S)))
         tails = await _phase(PHASE_S, lambda k: _complete(client, _ids(TAIL_PROMPT, ("tail", k)), 1))
+        quiet.append(await _phase(QUIET_S, lambda _: asyncio.sleep(QUIET_S)))
         is_valid = not any(stream.done() for stream in streams)
         for stream in streams:
             stream.cancel()
