@@ -6,7 +6,7 @@ budget is what its target for the gap between two tokens leaves, after the steps
 
 INITIAL_TOKENS_PER_S = 400.0
 SMOOTHING = 0.3
-MAX_STRETCH = 1.5
+MAX_STRETCH = 1.4
 """A tail that makes a step longer than this, and is the only one to do so, is spread over several: it costs its request a step or
 two, and the others no gap that they would notice. With more of them behind, spreading would only make them queue."""
 
