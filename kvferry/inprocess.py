@@ -71,11 +71,11 @@ class _Link:
 
     def __init__(self, network: "Network", address: str, serve: Callable[[InProcessStream], Awaitable[None]]):
         self.address = address
-        self._network = network
         self._up, self._down = (_Pipe(lambda: not network.is_frozen(address)) for _ in range(2))
         self.client = InProcessStream(self._up, self._down, self.end)
         self._server = InProcessStream(self._down, self._up, self.end)
         self._task = network.group.create_task(self._serve(serve))
+        self._task.add_done_callback(lambda _: network.links.discard(self))
 
     async def _serve(self, serve: Callable[[InProcessStream], Awaitable[None]]) -> None:
         try:
@@ -87,7 +87,6 @@ class _Link:
             self._finish(StreamEnded("the server waited too long", "DEADLINE_EXCEEDED"))
         finally:
             self._finish(StreamEnded("the server ended the stream", "CANCELLED"))
-            self._network.links.discard(self)
 
     def _finish(self, ended: StreamEnded) -> None:
         self._up.end(ended)

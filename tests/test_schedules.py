@@ -596,9 +596,6 @@ def test_chains_that_each_need_all_of_a_sources_room_all_end(num_slots, fault):
         run_virtual(lambda k=k: chains_through_one_source(num_slots, 0.04 * k, fault), 60)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the loop plans, and so evicts, before those who send have seen what was committed"
-)
 @pytest.mark.parametrize("num_slots", [9, 12, 17])
 def test_what_is_computed_for_a_reader_that_keeps_up_is_not_evicted_before_it_is_sent(num_slots):
     for k in range(5):
@@ -927,11 +924,6 @@ def test_a_second_turn_is_computed_from_its_first_new_block_on_wherever_it_lands
             await d.quiet()
 
     run_virtual(main, 60)
-
-
-SAME_DECODE_WORKER = pytest.mark.xfail(
-    strict=True, reason="the router does not name the decode worker itself as a holder"
-)
 
 
 @pytest.mark.parametrize("is_other_source", [False, True])

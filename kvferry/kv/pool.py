@@ -36,6 +36,7 @@ class _Slot:
     state: SlotState = SlotState.FREE
     num_references: int = 0
     last_use: int = 0
+    seal_number: int = 0
     block_id: bytes = b""
     parent_id: bytes = b""
 
@@ -89,6 +90,7 @@ class BlockPool:
         self._num_cached = 0
         self._num_filling = 0
         self._clock = 0
+        self._num_seals = 0
         self._holds: set[Hold] = set()
         self._watches: list[PoolWatch] = []
         self.num_evictions = 0
@@ -122,6 +124,10 @@ class BlockPool:
             num_live=len(self._index) - self._num_cached,
             num_cached=self._num_cached,
         )
+
+    def seal_number(self, number: int) -> int:
+        """Of what a sealed slot holds: never the same again, whatever is sealed there later."""
+        return self._slots[number].seal_number
 
     def sealed_block_ids(self) -> Iterator[bytes]:
         return iter(self._index)
@@ -233,6 +239,8 @@ class BlockPool:
             self.refer(older)
             return older
         slot = self._move(number, SlotState.SEALED)
+        self._num_seals += 1
+        slot.seal_number = self._num_seals
         slot.block_id, slot.parent_id, slot.num_references = block_id, parent_id, 1
         self._index[block_id] = number
         self._num_children[parent_id] += 1

@@ -26,6 +26,8 @@ MIN_STEP_LIMIT_S = 3.0
 FIRST_STEP_LIMIT_S = 30.0
 STEP_LIMIT_FACTOR = 8.0
 SMALL_STEP_TOKENS = 16
+SENDER_TURNS = 4
+"""Of the event loop, until a ring has woken a task and that has sent what it may."""
 
 
 class StepTimes:
@@ -119,8 +121,15 @@ class EngineLoop:
                     await self._rest()
                 else:
                     await self._run_step(plan)
+                    await self._let_senders_run()
         finally:
             self._executor.close()
+
+    async def _let_senders_run(self) -> None:
+        """They take what was committed before the next plan may evict it."""
+        self.stepped.ring()
+        for _ in range(SENDER_TURNS):
+            await asyncio.sleep(0)
 
     async def _rest(self) -> None:
         if self._inbox:

@@ -109,8 +109,7 @@ class BlockSource:
     ):
         self._identity, self._pool, self._memory = identity, pool, memory
         self._loop, self._counters, self._computer = loop, counters, computer
-        self._digests: dict[bytes, bytes] = {}
-        self._changes = pool.watch()
+        self._digests: dict[int, tuple[int, bytes]] = {}  # by slot, with what it held
         self._laid = {road.name: (road, laid) for road in roads if (laid := road.lay(memory)) is not None}
         if not self._laid:
             names = ", ".join(road.name for road in roads)
@@ -164,14 +163,13 @@ class BlockSource:
             frame_number += 1
 
     def digest(self, block_id: bytes, slot: int) -> bytes:
-        """Taken when a block is first sent, while it is still in the processor's cache, and kept for as long as the block is."""
-        for changed in self._changes.take():
-            for other in changed:
-                self._digests.pop(other, None)
-        found = self._digests.get(block_id)
-        if found is None:
-            found = self._digests[block_id] = block_digest(block_id, self._memory.view(slot))
-        return found
+        """Taken when a block is first sent, while it is still in the processor's cache, and kept for as long as the slot holds it."""
+        seal_number = self._pool.seal_number(slot)
+        kept_number, digest = self._digests.get(slot, (0, b""))
+        if kept_number != seal_number:
+            digest = block_digest(block_id, self._memory.view(slot))
+            self._digests[slot] = (seal_number, digest)
+        return digest
 
     def road(self, name: str) -> SourceRoad:
         return self._laid[name][1]
