@@ -92,7 +92,10 @@ class BlockReader:
         self._counters, self._budgets = counters, budgets
 
     async def fetch(self, sequence: Sequence, opening: FetchOpen, report: FetchReport) -> None:
-        """Returns when every block of `opening` is sealed in `sequence`; raises FetchFailed. Fills in `report`."""
+        """Returns when every block of `opening` is sealed in `sequence`, or, hold-only, when the source has no more.
+
+        Raises FetchFailed. Fills in `report`.
+        """
         self._counters.add("fetches_started")
         try:
             broken: set[tuple[str, str]] = set()
@@ -259,6 +262,8 @@ class BlockReader:
         wanted = len(opening.tokens) // self._memory.format.block_size
         if end.reason is FetchEndReason.COMPLETE and sequence.num_sealed_blocks >= wanted:
             return
+        if end.reason is FetchEndReason.MISSING and opening.hold_only:
+            return  # it has given what it holds, which is all that was asked of it
         if end.reason is FetchEndReason.STRANGER:
             raise _MeetAgain
         kinds = {FetchEndReason.MISSING: FetchFailureKind.MISSING, FetchEndReason.REFUSED: FetchFailureKind.REFUSED}
