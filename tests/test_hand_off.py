@@ -111,6 +111,9 @@ def test_what_decode_generated_is_not_computed_again_in_the_next_turn():
             whole_blocks = 15 * BLOCK  # the last generated token never had KV: its block is not whole
             assert after["p1"] + after["p2"] == len(second) - 1 - whole_blocks
             assert after["d1"] == 1 + 3
+            for name in d.nodes:
+                failed = {k: v for k, v in d.nodes[name].worker.body.counters.values.items() if "failed" in k and v}
+                assert not failed, "a holder that has given what it holds has not failed"
             await d.quiet()
 
     run_virtual(main)
