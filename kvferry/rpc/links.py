@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 
 from kvferry.errors import ConfigurationError, InvalidRequest
@@ -48,6 +49,7 @@ def channel_options(block_bytes: int = 0) -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2000),  # also the time that a connection has to come up
         ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.use_local_subchannel_pool", 1),  # a channel that is made anew does not wait for another one's backoff
     ]
 
 
@@ -63,8 +65,15 @@ class TlsFiles:
 class _ClientStream:
     """The dialled side of a call."""
 
-    def __init__(self, call: Any, to_wire: Callable[[Any], Any], from_wire: Callable[[Any], Any]):
+    def __init__(
+        self,
+        call: Any,
+        to_wire: Callable[[Any], Any],
+        from_wire: Callable[[Any], Any],
+        on_unavailable: Callable[[], None] = lambda: None,
+    ):
         self._call, self._to_wire, self._from_wire = call, to_wire, from_wire
+        self._on_unavailable = on_unavailable
         self._sending = asyncio.Lock()
 
     async def send(self, message: Any) -> None:
@@ -94,6 +103,8 @@ class _ClientStream:
 
     async def _ended(self) -> StreamEnded:
         code = await self._call.code()
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self._on_unavailable()
         return StreamEnded(f"{code.name}: {await self._call.details() or 'no details'}", code.name)
 
 
@@ -126,19 +137,33 @@ class GrpcDialer:
 
     def attach(self, address: str) -> Any:
         call = decode_pb2_grpc.DecodeServiceStub(self.channel(address)).Attach(metadata=self._metadata)  # type: ignore[call-arg]
-        return _ClientStream(call, converter.router_message_to_wire, converter.decode_message_from_wire)
+        return _ClientStream(
+            call, converter.router_message_to_wire, converter.decode_message_from_wire, self._forget(address)
+        )
 
     def fetch(self, address: str) -> Any:
         call = self.channel(address).stream_stream(FETCH_METHOD)(metadata=self._metadata)
-        return _ClientStream(call, frame_wire.fetch_up_to_bytes, frame_wire.fetch_down_from_bytes)
+        return _ClientStream(
+            call, frame_wire.fetch_up_to_bytes, frame_wire.fetch_down_from_bytes, self._forget(address)
+        )
 
     def join(self, address: str) -> Any:
         call = registry_pb2_grpc.RegistryServiceStub(self.channel(address)).Join(metadata=self._metadata)  # type: ignore[call-arg]
-        return _ClientStream(call, converter.join_up_to_wire, converter.join_down_from_wire)
+        return _ClientStream(call, converter.join_up_to_wire, converter.join_down_from_wire, self._forget(address))
 
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close()
+
+    def _forget(self, address: str) -> Callable[[], None]:
+        """A channel that could not connect, or lost its connection, fails calls while it backs off: the next one has another."""
+        channel = self._channels[address]
+
+        def forget() -> None:
+            if self._channels.get(address) is channel:
+                del self._channels[address]
+
+        return forget
 
     def channel(self, address: str) -> aio.Channel:
         """The most recently used ones are kept; grpc closes a dropped channel once its calls have ended."""
@@ -175,6 +200,8 @@ class _ServerStream:
     async def receive(self) -> Any:
         try:
             wire = await self._context.read()
+        except DecodeError as error:
+            raise StreamEnded(f"the peer sent what cannot be read: {error}", "INTERNAL") from error
         except (aio.UsageError, aio.InternalError, asyncio.InvalidStateError) as error:
             raise StreamEnded(f"the caller has left: {error}", "CANCELLED") from error
         if wire is EOF:

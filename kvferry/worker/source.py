@@ -234,6 +234,9 @@ class _Serving:
             self._computation.close()
         if self._outlet is not None:
             self._outlet.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for hold in self._in_flight.values():
             hold.close()
         self._in_flight.clear()
@@ -267,6 +270,7 @@ class _Serving:
             async with asyncio.timeout(READER_TIMEOUT_S):
                 await self._acknowledged.wait()
         except TimeoutError:
+            self._let_go()
             detail = f"the reader acknowledged nothing for {READER_TIMEOUT_S:g} s"
             raise _FetchIsOver(FetchEnd(FetchEndReason.DEADLINE, self._next, detail)) from None
 
