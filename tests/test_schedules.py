@@ -447,7 +447,7 @@ def test_every_request_ends_exactly_or_as_its_schedule_explains_and_nothing_is_h
 WANTED = {
     *("finished", "cancelled", "failed", "worker_losses", "continuations", "unplaced", *KINDS),
     *("p_fetched_blocks", "d_fetched_blocks", "p_evicted_blocks", "d_evicted_blocks", "bad_frame_digest"),
-    *("fetch_failed_missing", "fetch_failed_road", "fetch_failed_unreachable", "fetch_failed_bad_frame"),
+    *("fetch_failed_road", "fetch_failed_unreachable", "fetch_failed_bad_frame"),
     *(f"fetched_bytes_over_{road}" for road in ROADS),
 }
 """What must happen in each case: a schedule that is never in trouble shows nothing."""
@@ -710,7 +710,7 @@ def test_prefill_workers_that_name_each_other_as_holders_of_what_nobody_has_comp
             )
             assert answers == [fake_answer(prompt, greedy(5))] * 3
             assert asyncio.get_running_loop().time() - began < 1
-            assert all(d.nodes[name].worker.load().counters["fetch_failed_missing"] for name in names)
+            assert all(d.nodes[name].worker.load().counters["fetches_finished"] for name in names), "each asked another"
             await d.quiet()
 
     run_virtual(main, 60)

@@ -31,7 +31,8 @@ from kvferry.streams import Dialer, Stream, StreamEnded
 
 logger = logging.getLogger(__name__)
 
-PROBE_BYTES = 8 * 1024 * 1024
+PROBE_BYTES = 2 * 1024 * 1024
+"""Enough to tell roads apart; the first request of a pair on a slow line waits for it."""
 MAX_MEETINGS = 4096
 BARRED_S = 60.0
 """A road that broke comes after all others for so long, and so does a meeting that took another road because of it."""
