@@ -1,4 +1,4 @@
-"""What is particular to the hand-off, in virtual time: who can be a source, roads, computing ahead, stalled readers and sources."""
+"""What is particular to the hand-off, in virtual time: who can be a source, roads, computing ahead."""
 
 import asyncio
 import random
@@ -139,34 +139,5 @@ def test_a_request_without_room_has_its_prompt_computed_meanwhile(max_warm):
             assert later.journal.choices[0].tokens == expected(waiting, 4)
             assert counter(d, "p1", "computed_tokens") == 24 * BLOCK
             await d.quiet()
-
-    run_virtual(main)
-
-
-def test_a_reader_that_stalls_costs_its_source_two_frames_and_harms_nobody():
-    """Over the fetch stream with small frames: the source's pool goes on serving others."""
-
-    async def main():
-        from dataclasses import replace
-
-        (road,) = roads_called("grpc")
-        small = (replace(road, frame_bytes=2 * 1024),)
-        async with deployment("p1", "d1", "d2", limits=DispatchLimits(local_tokens=0), roads=small, num_slots=60) as d:
-            source = d.nodes["p1"].worker
-            stalled = d.submit(prompt_of(40 * BLOCK), 4)
-            while counter(d, "p1", "served_blocks") == 0:
-                await asyncio.sleep(0.01)
-            victim = stalled.decode_id
-            d.network.freeze(victim)
-            await asyncio.sleep(0.5)
-            held = source.body.pool.counts
-            assert held.num_live <= 40
-            other = "d2" if victim == "d1" else "d1"
-            answers = await asyncio.gather(*(d.answer(prompt_of(30 * BLOCK, k), 4) for k in range(3)))
-            assert answers == [expected(prompt_of(30 * BLOCK, k), 4) for k in range(3)]
-            assert counter(d, other, "requests_opened") >= 3
-            d.network.thaw(victim)
-            await wait_all([stalled])
-            assert stalled.journal.choices[0].tokens == expected(prompt_of(40 * BLOCK), 4)
 
     run_virtual(main)
