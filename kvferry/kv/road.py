@@ -96,7 +96,7 @@ class Road:
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """Without the interpreter's lock, so that two threads may copy at once. Raises ValueError if the sizes differ."""
+    """Without the interpreter's lock, so that the step's thread is not kept waiting. Raises ValueError if the sizes differ."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 

@@ -7,7 +7,6 @@ that is no actor.
 """
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -142,9 +141,7 @@ async def enter(offer: bytes, ticket: bytes) -> ObjectStoreInlet:
     method = getattr(actor, METHOD, None)
     if method is None:
         raise RoadFailed(f"actor {name} has no method {METHOD}")
-    with contextlib.suppress(AttributeError):
-        method = method.options(num_returns="streaming")
-    return ObjectStoreInlet(method.remote(ticket))
+    return ObjectStoreInlet(method.options(num_returns="streaming").remote(ticket))
 
 
 ROAD = Road("ray", rank=30, frame_bytes=16 * MIB, lay=lay, enter=enter)

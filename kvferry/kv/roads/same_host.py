@@ -39,7 +39,10 @@ class _Piece(ctypes.Structure):
 def _library() -> Any:
     """The C library, if it can read another process's memory; ctypes gives up the interpreter's lock for a call."""
     library = ctypes.CDLL(None, use_errno=True)
-    return library if hasattr(library, "process_vm_readv") else None
+    if not hasattr(library, "process_vm_readv"):
+        return None
+    library.process_vm_readv.restype = ctypes.c_ssize_t
+    return library
 
 
 class OtherProcess:
