@@ -6,7 +6,7 @@ budget is what its target for the gap between two tokens leaves, after the steps
 
 INITIAL_TOKENS_PER_S = 400.0
 SMOOTHING = 0.3
-MAX_STRETCH = 1.4
+MAX_STRETCH = 1.35
 """A tail that makes a step longer than this, and is the only one to do so, is spread over several: it costs its request a step or
 a few, and the others no gap that they would notice. With more of them behind, spreading would only make them queue. Measured, it comes
 to about half as long again: the kernels take rows by the tile, so a part costs more than its share.
