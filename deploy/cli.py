@@ -57,6 +57,13 @@ Transport = Annotated[
         help="How blocks go between workers: shm, grpc, ray (actors), inproc (one process); auto: the best that both have.",
     ),
 ]
+EngineKind = Annotated[
+    Literal["native", "sim"], typer.Option("--engine", help="sim: no model, but the time that --sim-shape would take.")
+]
+SimShape = Annotated[str, typer.Option("--sim-shape", help="A shape of `kvferry size`, or a checkpoint directory.")]
+SimAccelerator = Annotated[
+    str, typer.Option("--sim-accelerator", help="l4, a100, h100, h200, b200, or here: measured on this machine.")
+]
 Url = Annotated[
     str | None, typer.Option("--url", envvar="KVFERRY_URL", help="A running service; one is started if not given.")
 ]
@@ -79,11 +86,26 @@ def up(
     weights: Weights = "float32",
     kv: Kv = "float32",
     transport: Transport = "auto",
+    engine: EngineKind = "native",
+    sim_shape: SimShape = "smollm2-135m",
+    sim_accelerator: SimAccelerator = "here",
     config: Annotated[Path | None, typer.Option(help="YAML file with more settings for the three programs.")] = None,
 ) -> None:
     """Starts a router and workers on this machine, until Ctrl-C."""
     plan = LocalPlan(
-        _directory(model), prefill, decode, port, port + 1 if port else 0, kv_tokens, weights, kv, transport, config
+        _directory(model),
+        prefill,
+        decode,
+        port,
+        port + 1 if port else 0,
+        kv_tokens,
+        weights,
+        kv,
+        transport,
+        engine,
+        sim_shape,
+        sim_accelerator,
+        config,
     )
     _run(_up(plan))
 

@@ -48,6 +48,10 @@ class LocalPlan:
     kv: str = "float32"
     transport: str = "auto"
     """How blocks go between workers; "ray" makes them actors of a Ray that is started for them."""
+    engine: str = "native"
+    """"sim": no model, but its time (kvferry/engine/sim.py)."""
+    sim_shape: str = "smollm2-135m"
+    sim_accelerator: str = "here"
     config: Path | None = None
     extra: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """More flags, by role or by a process's name."""
@@ -138,7 +142,10 @@ class LocalDeployment:
     def _worker_arguments(self, name: str) -> list[str]:
         registry = self.children["router"].details["registry"]
         sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens, "weights": self.weights, "kv": self.kv}
-        sizes["transport"] = self.transport
+        sizes |= {"transport": self.transport, "engine": self.plan.engine}
+        if self.plan.engine == "sim":
+            sizes |= {"sim_shape": self.plan.sim_shape, "sim_accelerator": self.plan.sim_accelerator}
+            sizes["kv_tokens"] = self.plan.kv_tokens  # 0: what the accelerator holds
         from_file = self._from_file[name.partition("-")[0]]
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items() if key not in from_file]
         return [f"--name={name}", f"--router={registry}", *flags]

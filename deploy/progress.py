@@ -38,14 +38,20 @@ def banner(deployment: LocalDeployment) -> str:
     length = min(REQUEST_TOKENS, tokens)
     question = {"role": "user", "content": "What is the capital of South Korea?"}
     body = {"model": router["model"], "messages": [question], "temperature": 0}
+    memory = [
+        f"  KV        {per_token:,} bytes a token; each pool holds {tokens:,} tokens ({human_bytes(tokens * per_token)}),",
+        f"            that is {tokens // length:,} requests of {length:,} tokens",
+    ]
+    if deployment.plan.engine == "sim":
+        what = f"{deployment.plan.sim_shape} on {deployment.plan.sim_accelerator}"
+        memory = [f"  simulated the time of {what}; its text means nothing"]
     lines = [
         "",
         "kvferry is ready",
         f"  HTTP      http://{router['http']}/v1      gRPC  {router['grpc']}",
         f"  model     {router['model']}: {shape.num_weights / 1e6:.0f} M weights, context {shape.context_tokens} tokens",
         f"  pools     {num_prefill} prefill + {num_decode} decode, {deployment.threads} thread(s) each, {deployment.weights}",
-        f"  KV        {per_token:,} bytes a token; each pool holds {tokens:,} tokens ({human_bytes(tokens * per_token)}),",
-        f"            that is {tokens // length:,} requests of {length:,} tokens",
+        *memory,
         f"  logs      {deployment.folder}",
         "",
         "  try       "

@@ -107,6 +107,12 @@ class WorkerConfig(_Config):
     """Tokens that one sequence may have; 0: the model's limit."""
     threads: int = Field(1, ge=1)
     """Compute threads of the engine."""
+    engine: str = Field("native", pattern="^(native|sim)$")
+    """native: the model; sim: no model, but the time that `sim_shape` would take on `sim_accelerator`. Its tokens mean nothing."""
+    sim_shape: str = "smollm2-135m"
+    """One of the shapes of `kvferry size`, or a checkpoint directory. The tokenizer stays that of --model."""
+    sim_accelerator: str = "here"
+    """l4, a100, h100, h200, b200, or here: measured on this machine."""
     weights: str = Field("float32", pattern="^(float32|float16|int8|auto)$")
     """How weights are kept: float32; float16 at half the memory traffic; int8 at a quarter, with a loss (`kvferry bench quality`);
     auto: float16, unless a weight does not fit into it. The same in the whole deployment."""

@@ -5,9 +5,9 @@ import itertools
 import random
 
 from kvferry.kv.block_id import chain, chain_root
+from loadtest.virtual_time import run_virtual
 from tests.hand_off import FETCH_ALL, answered, counters, evict_all, prompt_of
 from tests.in_process import BLOCK, deployment
-from tests.virtual_time import run_virtual
 
 
 def test_cached_tokens_are_those_that_no_prefill_had_to_compute_wherever_they_were():

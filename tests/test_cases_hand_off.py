@@ -31,6 +31,7 @@ from kvferry.messages import (
 )
 from kvferry.streams import StreamEnded
 from kvferry.worker.source import READER_TIMEOUT_S
+from loadtest.virtual_time import run_virtual
 from router.live import wait_all
 from tests.hand_off import (
     FETCH_ALL,
@@ -50,7 +51,6 @@ from tests.hand_off import (
     tokens_of,
 )
 from tests.in_process import BLOCK, deployment
-from tests.virtual_time import run_virtual
 
 # ------------------------------------------------------------------------------------------------------ who is paired
 

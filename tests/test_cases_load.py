@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from kvferry.errors import Overloaded
+from loadtest.virtual_time import run_virtual
 from router.dispatcher import DispatchLimits
 from router.live import Live, wait_all
 from tests.hand_off import FETCH_ALL, answered, counters, expected, num_failed_fetches, num_held, prompt_of, tokens_of
 from tests.in_process import BLOCK, deployment
-from tests.virtual_time import run_virtual
 
 
 @pytest.mark.parametrize("settings", [dict(max_sequences=2), dict(num_slots=60)])

@@ -5,6 +5,7 @@ import gc
 from dataclasses import replace
 
 from kvferry.messages import FetchEnd, FetchEndReason, FetchOpen
+from loadtest.virtual_time import run_virtual
 from router.live import wait_all
 from tests.hand_off import (
     FETCH_ALL,
@@ -20,7 +21,6 @@ from tests.hand_off import (
     tokens_of,
 )
 from tests.in_process import BLOCK, Deployment, deployment
-from tests.virtual_time import run_virtual
 
 
 async def die(d: Deployment, *names: str) -> None:

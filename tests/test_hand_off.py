@@ -6,11 +6,11 @@ import random
 import pytest
 
 from kvferry.kv.road import known_roads, roads_called
+from loadtest.virtual_time import run_virtual
 from router.dispatcher import DispatchLimits
 from router.live import wait_all
 from tests.in_process import BLOCK, deployment
 from tests.test_in_process import expected
-from tests.virtual_time import run_virtual
 
 LOCAL = ("inproc", "shm", "grpc")
 """Roads within one process; the object store needs actors."""

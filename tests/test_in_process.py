@@ -14,10 +14,10 @@ from kvferry.engine.fake import fake_answer
 from kvferry.engine.plan import NON_FINITE, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Sampling
+from loadtest.virtual_time import run_virtual
 from router.dispatcher import DispatchLimits
 from router.live import LiveState, wait_all
 from tests.in_process import BLOCK, deployment
-from tests.virtual_time import run_virtual
 
 LENGTHS = sorted({1, BLOCK - 1, BLOCK + 1, *(k * BLOCK for k in range(1, 21)), 2 * BLOCK - 1, 2 * BLOCK + 1, 1000})
 
@@ -859,12 +859,12 @@ def test_logits_that_are_not_finite_end_their_request_alone_with_an_error_and_a_
         async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
             d.start("d1", engine=replace(engine, runner=FaultyRunner(engine.runner)))
             await d.ready("d1")
-            good = [d.submit(prompt_of(40 + k, k), 30) for k in range(8)]
+            good = [d.submit(prompt_of(40 + k, ("calm", k)), 30) for k in range(8)]
             with pytest.raises(EngineFailure, match="not finite"):
                 await d.answer([*prompt_of(50), 7], 5)
             await wait_all(good)
             for k, live in enumerate(good):
-                wanted = expected(prompt_of(40 + k, k), 30)
+                wanted = expected(prompt_of(40 + k, ("calm", k)), 30)
                 assert 7 not in wanted
                 assert live.journal.choices[0].tokens == wanted
             counters = d.nodes["d1"].worker.load().counters

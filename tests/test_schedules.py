@@ -41,11 +41,11 @@ from kvferry.messages import (
 from kvferry.streams import StreamEnded
 from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.settings import WorkerSettings
+from loadtest.virtual_time import run_virtual
 from prefill_worker.worker import PrefillWorker
 from router.dispatcher import DispatchLimits
 from router.live import Live, LiveState, wait_all
 from tests.in_process import BLOCK, Deployment, Node, VirtualExecutor, deployment
-from tests.virtual_time import run_virtual
 
 NUM_SCHEDULES, SCHEDULES_PER_CASE = 1000, 100
 LIMIT_S = 60.0

@@ -2,12 +2,14 @@
 
 A token's KV is 64 bytes, a hash of the token and of the previous token's KV as read from the pool; the next token is a hash of
 all KV bytes of the context as read through the block table. So a lost, stale, swapped or doubled block changes the output,
-and equal tokens give equal output wherever and however they were computed. Used by the tests and wherever time, not text, is
-of interest.
+and equal tokens give equal output wherever and however they were computed. Used by the tests, and by simulated workers
+(kvferry/engine/sim.py), where time, not text, is of interest.
 """
 
 import ctypes
 from hashlib import blake2b
+
+import xxhash
 
 from kvferry.engine.plan import Chunk, Plan, StepResult
 from kvferry.kv.memory import BlockFormat
@@ -20,10 +22,10 @@ class BytesMemory:
     """A block memory over plain bytes. `fill` is what unwritten memory holds."""
 
     def __init__(self, num_slots: int, block_size: int, fill: int = 0xAB):
-        size = KV_BYTES * block_size
+        size, total = KV_BYTES * block_size, KV_BYTES * block_size * (num_slots + 1)
         self.format = BlockFormat("uint8", (1, 1, 1, block_size, KV_BYTES), block_size, size)
         self.num_slots = num_slots
-        self._bytes = memoryview(bytearray([fill]) * ((num_slots + 1) * size))
+        self._bytes = memoryview(bytearray([fill]) * total if fill else bytearray(total))  # zeros are not touched yet
         self.address: int | None = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
 
     def view(self, slot: int) -> memoryview:
@@ -53,16 +55,25 @@ class FakeRunner:
         return StepResult(tokens, logprobs=logprobs, scores=scores)
 
     def _run(self, chunk: Chunk) -> int | None:
+        previous = bytes(self._kv(chunk, chunk.start - 1)) if chunk.start else b""
         for position, token in enumerate(chunk.tokens, start=chunk.start):
-            previous = bytes(self._kv(chunk, position - 1)) if position else b""
-            self._kv(chunk, position)[:] = kv_of(previous, token)
+            previous = kv_of(previous, token)
+            self._kv(chunk, position)[:] = previous
         if chunk.draw is None:
             return None
         end = chunk.start + len(chunk.tokens)
         begin = max(end - self._window, 0) if self._window else 0
-        context = b"".join(self._kv(chunk, position) for position in range(begin, end))
         sampling = chunk.draw.sampling
-        return next_token(context, self._vocabulary_size, sampling.seed if sampling.temperature else 0)
+        return next_token(
+            self._context(chunk, begin, end), self._vocabulary_size, sampling.seed if sampling.temperature else 0
+        )
+
+    def _context(self, chunk: Chunk, begin: int, end: int) -> bytes:
+        """The KV of positions [begin, end), read through the block table."""
+        size = self._memory.format.block_size
+        first, last = begin // size, -(-end // size)
+        blocks = b"".join([self._memory.view(slot) for slot in chunk.slots[first:last]])
+        return blocks[(begin - first * size) * KV_BYTES : (end - first * size) * KV_BYTES]
 
     def _kv(self, chunk: Chunk, position: int) -> memoryview:
         block, offset = divmod(position, self._memory.format.block_size)
@@ -79,8 +90,7 @@ def kv_of(previous: bytes, token: int) -> bytes:
 
 
 def next_token(context: bytes, vocabulary_size: int, seed: int = 0) -> int:
-    digest = blake2b(context + seed.to_bytes(8, "little"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % vocabulary_size
+    return xxhash.xxh3_64_intdigest(context, seed) % vocabulary_size
 
 
 def fake_answer(prompt: list[int], sampling: Sampling, vocabulary_size: int = 1000, window: int = 0) -> list[int]:

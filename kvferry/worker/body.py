@@ -43,7 +43,9 @@ class WorkerBody:
     def source_for(self, loop: EngineLoop, computer: Computer | None = None) -> BlockSource:
         identity, settings = self.identity, self.settings
         pair = SourceIdentity(identity.model_id, identity.fidelity, settings.incarnation, identity.context_tokens)
-        return BlockSource(pair, self.pool, self.engine.memory, loop, self.counters, settings.roads, computer)
+        return BlockSource(
+            pair, self.pool, self.engine.memory, loop, self.counters, settings.roads, computer, self.engine.link
+        )
 
     def loop_for(self, scheduler: Scheduler) -> EngineLoop:
         return EngineLoop(scheduler, self._executor, self.pool, self.counters, self.engine.costs)

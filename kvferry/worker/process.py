@@ -1,27 +1,70 @@
 """A worker as a process: engine, gRPC server, membership. Both roles run through it."""
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 from kvferry.config import DecodeConfig, WorkerConfig, home
 from kvferry.engine.engine import Engine
-from kvferry.engine.load import EngineSettings, load_engine
-from kvferry.engine.roofline import measure_ceilings
+from kvferry.engine.roofline import Ceilings, measure_ceilings
 from kvferry.engine.unpack import make_model
 from kvferry.kv.road import roads_called
 from kvferry.process import read_secret, read_tls, say_state
 from kvferry.rpc.links import GrpcDialer, add_decode_service, add_fetch_service, bind, new_server
-from kvferry.shape import pool_tokens, read_checkpoint_shape
+from kvferry.shape import pool_tokens, read_checkpoint_shape, read_shape
 from kvferry.streams import Dialer
 from kvferry.worker.allocation import keep_freed_memory
 from kvferry.worker.loop import Executor, ThreadExecutor
 from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    engine: Engine
+    executor: Executor
+    ceilings: Ceilings
+
+
+async def _load(config: WorkerConfig) -> Loaded:
+    from kvferry.engine.load import EngineSettings, load_engine
+
+    directory = await asyncio.to_thread(make_model, config.model, home())
+    available, shape = psutil.virtual_memory().available, read_checkpoint_shape(directory)
+    settings = EngineSettings(
+        kv_tokens=config.kv_tokens or pool_tokens(shape, available, num_pools=2, dtype=config.kv),
+        block_size=config.block_size,
+        context_tokens=config.context_tokens,
+        num_threads=config.threads,
+        weights=config.weights,
+        kv=config.kv,
+    )
+    engine = await asyncio.to_thread(
+        load_engine, directory, settings, lambda share: say_state("loading", share=round(share, 2))
+    )
+    return Loaded(engine, ThreadExecutor(engine.runner), await asyncio.to_thread(measure_ceilings))
+
+
+async def _simulate(config: WorkerConfig) -> Loaded:
+    from kvferry.engine.sim import accelerator_called, sim_worker
+
+    directory = await asyncio.to_thread(make_model, config.model, home())
+    text, shape = read_checkpoint_shape(directory), read_shape(config.sim_shape)
+    accelerator = await asyncio.to_thread(accelerator_called, config.sim_accelerator)
+    context = config.context_tokens or min(text.context_tokens, shape.context_tokens)
+    made = sim_worker(
+        shape, accelerator, config.kv_tokens, config.block_size, context, vocabulary_size=text.vocabulary_size
+    )
+    logger.warning("simulated: the time of %s on %s, and no text that means anything", shape.name, accelerator.name)
+    return Loaded(made.engine, made.executor, made.ceilings)
 
 
 async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, Dialer, WorkerSettings], Any]) -> None:
@@ -31,20 +74,8 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     roads = roads_called(config.transport)
     secret, tls = read_secret(config.secret_file), read_tls(config)
     say_state("loading", share=0.0)
-    directory = await asyncio.to_thread(make_model, config.model, home())
-    available, shape = psutil.virtual_memory().available, read_checkpoint_shape(directory)
-    engine_settings = EngineSettings(
-        kv_tokens=config.kv_tokens or pool_tokens(shape, available, num_pools=2, dtype=config.kv),
-        block_size=config.block_size,
-        context_tokens=config.context_tokens,
-        num_threads=config.threads,
-        weights=config.weights,
-        kv=config.kv,
-    )
-    engine = await asyncio.to_thread(
-        load_engine, directory, engine_settings, lambda share: say_state("loading", share=round(share, 2))
-    )
-    ceilings = await asyncio.to_thread(measure_ceilings)
+    loaded = await (_simulate(config) if config.engine == "sim" else _load(config))
+    engine = loaded.engine
     block_bytes = engine.identity.block_bytes
     server = new_server(block_bytes)
     port = bind(server, config.host, config.port, tls)
@@ -60,13 +91,13 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
         max_local_tokens=config.max_local_tokens if isinstance(config, DecodeConfig) else 0,
         max_warm=config.max_warm if isinstance(config, DecodeConfig) else 0,
         num_threads=config.threads,
-        ceilings=ceilings,
+        ceilings=loaded.ceilings,
         silence_s=config.silence_s,
         roads=roads,
         budgets=FetchBudgets(config.silence_s, config.fetch_queued_s, config.fetch_computing_s, config.fetch_sending_s),
     )
     dialer = GrpcDialer(secret, block_bytes, tls)
-    worker = make(engine, ThreadExecutor(engine.runner), dialer, settings)
+    worker = make(engine, loaded.executor, dialer, settings)
     worker.body.on_joined = lambda: say_state("ready")
     add_fetch_service(server, worker, secret)
     if hasattr(worker, "serve_attach"):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.engine.engine import Link
 from kvferry.errors import ConfigurationError
 from kvferry.kv.block_id import chain, chain_root
 from kvferry.kv.frame import MAX_BLOCKS, PROBE_IDS, block_digest, pack_header
@@ -106,7 +107,9 @@ class BlockSource:
         counters: Counters,
         roads: Sequence[Road],
         computer: Computer | None = None,
+        link: Link | None = None,
     ):
+        self.link = link
         self._identity, self._pool, self._memory = identity, pool, memory
         self._loop, self._counters, self._computer = loop, counters, computer
         self._digests: dict[int, tuple[int, bytes]] = {}  # by slot, with what it held
@@ -304,6 +307,8 @@ class _Serving:
         frame = Frame(self._frame_number, header, cargo.payload, cargo.place)
         self._frame_number += 1
         self._next += count
+        if self._source.link is not None:
+            await self._source.link.pass_blocks(count)
         await self._stream.send(frame)
         self._source._counters.add("served_blocks", count)
         self._source._counters.add("served_bytes", count * form.block_bytes)

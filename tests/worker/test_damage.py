@@ -39,7 +39,7 @@ from kvferry.worker.counters import Counters
 from kvferry.worker.meeting import Meetings
 from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.reader import BlockReader, FetchReport
-from tests.virtual_time import run_virtual
+from loadtest.virtual_time import run_virtual
 
 NUM_DAMAGED = 100_000
 ROADS = ("inproc", "shm", "grpc")

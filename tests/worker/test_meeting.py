@@ -22,9 +22,9 @@ from kvferry.worker.meeting import BARRED_S, Meetings
 from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.reader import BlockReader, FetchReport
 from kvferry.worker.settings import WorkerSettings
+from loadtest.virtual_time import run_virtual
 from prefill_worker.worker import PrefillWorker
 from tests.in_process import BLOCK, VirtualExecutor
-from tests.virtual_time import run_virtual
 
 NUM_BLOCKS, PER_FRAME = 10, 3
 TOKENS = tuple(range(100, 100 + NUM_BLOCKS * BLOCK))
