@@ -69,7 +69,9 @@ class Choice:
         priority: int = 0,
         deadline_s: float | None = None,
         after: "Choice | None" = None,
+        local_tokens: int = 0,
     ):
+        self.local_tokens = local_tokens
         self.key, self.choice, self.sequence, self.sampling = key, choice, sequence, sampling
         self.num_prompt_tokens = num_prompt_tokens
         self.prompt_tokens = tuple(sequence.tokens[:num_prompt_tokens])
@@ -84,6 +86,7 @@ class Choice:
         self.fetch: FetchOrder | None = None
         self.warming: FetchOrder | None = None
         self.has_warmed = False
+        self.has_begun = False
         self.num_tries_at_source = 0
         self.num_high_water = 0  # tokens that had KV before a preemption
         self.num_local_tokens = 0
@@ -149,6 +152,13 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """The choice takes part in the next step, for the first time."""
+
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """Log-probabilities of a choice's prompt tokens from `position` on."""
 
@@ -164,7 +174,7 @@ class Ended:
     detail: str = ""
 
 
-Event = Token | Scored | Ended
+Event = Token | Begun | Scored | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +246,17 @@ class DecodeScheduler:
         self._opened, self._dropped = [], []
         return fetches
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """That all choices have, wherever they are."""
+        return sum(len(choice.sequence.tokens) for choice in self._choices.values())
+
+    @property
+    def num_tokens_behind(self) -> int:
+        """That are to be computed here before their choices yield a token."""
+        behind = (c.num_missing_tokens for c in self._choices.values() if c.state is State.RUNNING)
+        return sum(missing for missing in behind if missing > 1)
+
     def count(self, state: State) -> int:
         return sum(choice.state is state for choice in self._choices.values())
 
@@ -263,6 +284,10 @@ class DecodeScheduler:
         chunks = list(self._next_tokens())
         chunks += self._catch_up(now, is_yielding=bool(chunks))
         kept = tuple(chunk for chunk in chunks if self._is_running(chunk.sequence_id))
+        for choice in (self._choices[chunk.sequence_id] for chunk in kept):
+            if not choice.has_begun:
+                choice.has_begun = True
+                self._events.append(Begun(choice))
         return Plan(step, kept) if kept else None
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
@@ -315,6 +340,8 @@ class DecodeScheduler:
         last = choice.sequence.num_blocks_before_tail
         if choice.has_warmed or not choice.sources or choice.is_scoring or choice.waits_for_scores:
             return
+        if choice.num_missing_tokens <= choice.local_tokens:
+            return
         choice.has_warmed = True
         if self._pool.num_sealed_prefix(choice.sequence.block_ids[:last]) < last:
             choice.warming = FetchOrder(choice, choice.sources[0], 0, last, is_warm=True)
@@ -361,9 +388,13 @@ class DecodeScheduler:
             choice.move(State.RUNNING)
         elif sequence.next_block_id in self._fetched_ids:
             return
-        elif choice.sources:
+        elif choice.sources and self._num_local_tokens(choice, missing) > choice.local_tokens:
             self._open_fetch(choice)
-        elif choice.num_given_sources and self._num_local_tokens(choice, missing) > self._limits.max_local_tokens:
+        elif (
+            not choice.sources
+            and choice.num_given_sources
+            and self._num_local_tokens(choice, missing) > self._limits.max_local_tokens
+        ):
             self._end(choice, ChoiceEndReason.UNPLACED, f"no source delivered the {missing} missing blocks")
         elif sequence.num_skipped_blocks:  # what computes the missing ones sees blocks that were left out
             choice.is_computed_here = True

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
-from decode_worker.scheduler import Choice, DecodeScheduler, Ended, FetchOrder, Scored, Token
+from decode_worker.scheduler import Begun, Choice, DecodeScheduler, Ended, FetchOrder, Scored, Token
 from kvferry.bell import Bell
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import FetchFailed, InvalidRequest
@@ -55,11 +55,21 @@ class _Request:
     has_started: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one router has on this worker."""
+
+    num_sequences: int = 0
+    kv_tokens: int = 0
+
+
 class _Session:
     """One router's stream."""
 
     def __init__(self, stream: Stream[DecodeMessage, RouterMessage]):
         self.stream = stream
+        self.router_life = ""
+        self.begun: list[int] = []
         self.requests: dict[int, _Request] = {}
         self.is_open = True
         self.tokens: list[NewTokens] = []
@@ -69,10 +79,17 @@ class _Session:
         self.has_news = Bell()
 
     def take_output(self, step: int) -> StepOutput | None:
-        if not (self.tokens or self.prompt_logprobs or self.ends):
+        if not (self.tokens or self.prompt_logprobs or self.ends or self.begun):
             return None
-        output = StepOutput(step, tuple(self.tokens), tuple(self.prompt_logprobs), tuple(self.starts), tuple(self.ends))
-        self.tokens, self.prompt_logprobs, self.starts, self.ends = [], [], [], []
+        output = StepOutput(
+            step,
+            tuple(self.tokens),
+            tuple(self.prompt_logprobs),
+            tuple(self.starts),
+            tuple(self.ends),
+            tuple(self.begun),
+        )
+        self.tokens, self.prompt_logprobs, self.starts, self.ends, self.begun = [], [], [], [], []
         return output
 
 
@@ -93,6 +110,7 @@ class DecodeService:
         self._pool, self._reader, self._counters, self._silence_s = pool, reader, counters, silence_s
         self._fetches: dict[FetchOrder, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
+        self._sessions: set[_Session] = set()
         loop.emit = self._emit
 
     async def run(self) -> None:
@@ -105,12 +123,14 @@ class DecodeService:
     async def serve_attach(self, stream: Stream[DecodeMessage, RouterMessage]) -> None:
         """Until the router ends the stream or is silent for too long."""
         session = _Session(stream)
+        self._sessions.add(session)
         try:
             await until_first(self._send(session), self._receive(session))
         except (StreamEnded, TimeoutError):
             pass  # whatever the reason: what this router opened ends with its stream
         finally:
             session.is_open = False
+            self._sessions.discard(session)
             self._loop.post(lambda: self._abort_session(session))
 
     async def _receive(self, session: _Session) -> None:
@@ -127,6 +147,8 @@ class DecodeService:
                     f"protocol_version: this worker speaks {PROTOCOL_VERSION}, the router {message.protocol_version}",
                     "protocol_version",
                 )
+            else:
+                session.router_life = message.router_life
 
     async def _send(self, session: _Session) -> None:
         next_beat_s = self._loop.now()
@@ -140,6 +162,12 @@ class DecodeService:
                 next_beat_s = self._loop.now() + BEAT_INTERVAL_S
                 if self._loop.is_advancing:
                     await session.stream.send(Beat(self._loop.step))
+
+    def share_of(self, router_life: str) -> Share:
+        """What the router of that life has here now."""
+        sessions = [session for session in self._sessions if session.router_life == router_life]
+        choices = [c for session in sessions for request in session.requests.values() for c in request.choices.values()]
+        return Share(len(choices), sum(len(choice.sequence.tokens) for choice in choices))
 
     # ------------------------------------------------------------------------------------------ requests, between steps
 
@@ -174,6 +202,7 @@ class DecodeService:
                 opening.priority,
                 deadline_s,
                 after=first,
+                local_tokens=opening.local_tokens,
             )
             first = first or choice
             request.choices[start.choice] = choice
@@ -223,6 +252,8 @@ class DecodeService:
             assert isinstance(request, _Request)
             if isinstance(event, Token):
                 self._tell_token(request, event)
+            elif isinstance(event, Begun):
+                request.session.begun.append(request.opening.number)
             elif isinstance(event, Scored):
                 number, attempt = request.opening.number, request.opening.attempt
                 request.session.prompt_logprobs.append(PromptLogprobs(number, attempt, event.position, event.logprobs))

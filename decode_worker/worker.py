@@ -34,17 +34,19 @@ class DecodeWorker:
     async def serve_fetch(self, stream: Stream[FetchDown, FetchUp]) -> None:
         await self._source.serve_fetch(stream)
 
-    def load(self) -> WorkerProgress:
-        return WorkerProgress(
-            step=self.loop.step,
+    def load(self, router_life: str = "") -> WorkerProgress:
+        """As the router of that life sees it."""
+        yours = self._service.share_of(router_life)
+        return self.body.progress(
+            self.loop,
             num_waiting=self._scheduler.count(State.WAITING),
             num_fetching=self._scheduler.count(State.FETCHING),
             num_running=self._scheduler.count(State.RUNNING),
             num_serving=self._source.num_serving,
-            slots=self.body.pool.counts,
-            counters=dict(self.body.counters.values),
-            flops_per_s=self.loop.throughput.flops_per_s,
-            bytes_per_s=self.loop.throughput.bytes_per_s,
+            kv_tokens=self._scheduler.num_kv_tokens,
+            waiting_tokens=self._scheduler.num_tokens_behind,
+            your_sequences=yours.num_sequences,
+            your_kv_tokens=yours.kv_tokens,
         )
 
     async def run(self) -> None:

@@ -70,6 +70,8 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     pid: int = 0
     num_starts: int = 0
+    previous_end: str = ""
+    """Of its last life: told to the next one, and so to the routers."""
 
 
 class LocalDeployment:
@@ -197,17 +199,20 @@ class LocalDeployment:
                 return
             if asyncio.get_running_loop().time() - began > STEADY_S:
                 pause_s = FIRST_PAUSE_S
+            child.previous_end = f"signal {-code}" if code < 0 else f"code {code}"
             self._set_state(child, f"died ({_words_of(code)}), starts again in {pause_s:g} s")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _arguments_of(self, child: Child) -> list[str]:
         config = [f"--config={self.plan.config}"] if self.plan.config else []
+        previous = [f"--previous-end={child.previous_end}"] if child.previous_end and child.role != "router" else []
         fixed = [f"--model={self.plan.model}", f"--secret-file={self.folder / 'secret'}"]
         return [
             *config,
             *child.arguments,
             *fixed,
+            *previous,
             *self.plan.extra.get(child.role, []),
             *self.plan.extra.get(child.name, []),
         ]

@@ -80,8 +80,18 @@ class RouterConfig(_Config):
     """The model's name in requests; the checkpoint directory's name if not given."""
     max_queued: int = Field(1024, ge=1)
     """Requests that may wait for a decode worker; one more is refused."""
+    max_queued_tokens: int = Field(4_000_000, ge=1)
+    """Tokens (prompts, and the answers that they may have) of the requests that wait."""
+    max_queued_bytes: int = Field(256 * 1024 * 1024, ge=1)
+    """What those requests may take of the router's memory."""
     queue_timeout_s: float = Field(30.0, gt=0)
-    """The longest wait for a decode worker."""
+    """The longest wait for a decode worker. A request that would wait longer is refused when it comes."""
+    policy: str = "cost"
+    """Where requests go: cost (time, and what it costs others), prefix (where most of it is held), least-loaded, round-robin."""
+    slo_ttft_ms: float = Field(0.0, ge=0)
+    """The time to the first token that placing and admission try to keep; 0: none. A request may name its own."""
+    slo_tpot_ms: float = Field(0.0, ge=0)
+    """The time per token after it; 0: none."""
     request_timeout_s: float = Field(600.0, gt=0)
     """The longest life of a request that names no limit of its own."""
     local_tokens: int = Field(16, ge=0)
@@ -95,6 +105,8 @@ class WorkerConfig(_Config):
     """Unique in the deployment; made from role and process id if not given."""
     port: int = Field(0, ge=0, le=65535)
     """Of the worker's gRPC services; 0 for any: the real one is registered."""
+    previous_end: str = ""
+    """How the last process of this name ended ("signal 9", "code 1"): told by whoever starts it again."""
     advertise: str = ""
     """host:port by which the others reach this worker, where that is not what it listens at (a container's mapped port, a proxy)."""
     router: list[str] = Field(default_factory=lambda: ["127.0.0.1:8002"])

@@ -4,6 +4,7 @@ KvferryError
 ├── RequestError        mend it: the request or the configuration is wrong
 │   ├── InvalidRequest      a field has a wrong value (names it)
 │   ├── NotFound            unknown model or path
+│   ├── Conflict            another request has the same idempotency key
 │   ├── MethodNotAllowed    known path, wrong method
 │   ├── UnsupportedMedia    the body is not JSON by its header
 │   ├── BodyTooLarge        more bytes than a request may have
@@ -50,6 +51,10 @@ class InvalidRequest(RequestError):
     def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.param, self.code = param, code
+
+
+class Conflict(RequestError):
+    http_status, grpc_code, code = 409, "ABORTED", "idempotency_key_in_use"
 
 
 class NotFound(RequestError):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Role(Enum):
@@ -97,6 +97,8 @@ class RequestOpen:
     """May hold the beginning of the chain; handed on to the source."""
     priority: int = 0
     time_left_s: float | None = None
+    local_tokens: int = 0
+    """Up to so many missing tokens are computed here, without asking a source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ class Beat:
     step: int = 0
     protocol_version: int = PROTOCOL_VERSION
     """Told by a router in its beats, the first of which opens the stream."""
+    router_life: str = ""
+    """As in the router's welcome."""
 
 
 RouterMessage = RequestOpen | RequestCancel | Beat
@@ -193,6 +197,8 @@ class StepOutput:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     starts: tuple[StartReport, ...] = ()
     ends: tuple[ChoiceEnd, ...] = ()
+    begun: tuple[int, ...] = ()
+    """Numbers of requests that take part in a step for the first time: said before it runs."""
 
 
 DecodeMessage = StepOutput | Beat
@@ -359,6 +365,8 @@ class WorkerDescription:
     num_threads: int = 1
     ceiling_flops_per_s: float = 0.0
     ceiling_bytes_per_s: float = 0.0
+    previous_end: str = ""
+    """How the last process of this name ended ("signal 9", "code 1"), where whoever started this one knows."""
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -380,9 +388,32 @@ class WorkerProgress:
     slots: SlotCounts = field(default_factory=SlotCounts)
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
     sealed_block_ids: tuple[bytes, ...] = ()
+    """Blocks announced since the last message: every eighth of a chain, and its end."""
     evicted_block_ids: tuple[bytes, ...] = ()
+    """Announced ones that are gone."""
+    first_event: int = 0
+    """The number, in this membership, of the first of these ids; they count one each. A gap asks for a snapshot."""
+    is_snapshot: bool = False
+    """`sealed_block_ids` are all that are announced."""
     flops_per_s: float = 0.0
     bytes_per_s: float = 0.0
+    kv_tokens: int = 0
+    """That its sequences have, of whatever router."""
+    waiting_tokens: int = 0
+    """Yet to be computed, those that yield a token apart."""
+    your_sequences: int = 0
+    """Of its sequences, those that the reader of this opened; decode workers only."""
+    your_kv_tokens: int = 0
+    step_s: Mapping[int, float] = field(default_factory=dict[int, float])
+    """Measured (kvferry/worker/rates.py), as the next two."""
+    tokens_per_s: Mapping[int, float] = field(default_factory=dict[int, float])
+    link_bytes_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    is_draining: bool = False
+    """It ends what it has and wants nothing new."""
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_waiting + self.num_fetching + self.num_running
 
 
 JoinUp = WorkerDescription | WorkerProgress
@@ -391,6 +422,8 @@ JoinUp = WorkerDescription | WorkerProgress
 @dataclass(frozen=True, slots=True)
 class Welcome:
     router_id: str
+    router_life: str = ""
+    """Random, new at every start of the router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,4 +432,9 @@ class Refusal:
     detail: str
 
 
-JoinDown = Welcome | Refusal | Beat
+@dataclass(frozen=True, slots=True)
+class SnapshotWanted:
+    """The router has lost count of the worker's blocks."""
+
+
+JoinDown = Welcome | Refusal | Beat | SnapshotWanted

@@ -67,9 +67,9 @@ def start_in_order(waiting: Iterable[W], try_start: Callable[[W], bool]) -> None
     for one in waiting:
         if blocked is not None:
             num_looked += 1
-            if one.priority != blocked.priority or num_looked > MAX_LOOKED:
+            if num_looked > MAX_LOOKED:
                 return
-            if not may_pass(one.size, blocked.num_passed, blocked.size):
+            if one.priority < blocked.priority or not may_pass(one.size, blocked.num_passed, blocked.size):
                 continue
         if not try_start(one):
             blocked = blocked or one

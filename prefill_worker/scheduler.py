@@ -72,6 +72,15 @@ class PrefillScheduler:
         self._reads: list[tuple[Chain, Source]] = []
 
     @property
+    def num_tokens(self) -> int:
+        return sum(chain.size for chain in self._chains.values())
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Yet to be computed or read; what is sealed but not yet adopted counts, too."""
+        return sum(chain.num_missing_tokens for chain in self._chains.values())
+
+    @property
     def num_waiting(self) -> int:
         return sum(chain.state is ChainState.WAITING for chain in self._chains.values())
 

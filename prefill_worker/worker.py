@@ -24,17 +24,17 @@ class PrefillWorker:
     async def serve_fetch(self, stream: Stream[FetchDown, FetchUp]) -> None:
         await self._source.serve_fetch(stream)
 
-    def load(self) -> WorkerProgress:
-        return WorkerProgress(
-            step=self.loop.step,
+    def load(self, router_life: str = "") -> WorkerProgress:
+        """The same for every router: fetches come from workers."""
+        del router_life
+        return self.body.progress(
+            self.loop,
             num_waiting=self._scheduler.num_waiting,
             num_fetching=self._scheduler.num_reading,
             num_running=self._scheduler.num_running,
             num_serving=self._source.num_serving,
-            slots=self.body.pool.counts,
-            counters=dict(self.body.counters.values),
-            flops_per_s=self.loop.throughput.flops_per_s,
-            bytes_per_s=self.loop.throughput.bytes_per_s,
+            kv_tokens=self._scheduler.num_tokens,
+            waiting_tokens=self._scheduler.num_missing_tokens,
         )
 
     async def run(self) -> None:

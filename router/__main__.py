@@ -13,12 +13,14 @@ from kvferry.errors import ConfigurationError
 from kvferry.process import read_secret, read_tls, run_process, say_state, set_up_logs
 from kvferry.rpc.links import GrpcDialer, add_registry_service, bind, new_server
 from kvferry.text.model_text import ModelText
+from router.admission import QueueLimits
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.grpc_api import GrpcApi
 from router.http_api import HttpApi
 from router.index import PrefixIndex
 from router.members import Members
 from router.metrics import RouterMetrics
+from router.placer import PlacingRules
 from router.request_maker import Defaults, RequestMaker
 
 STOP_TIMEOUT_S = 3.0
@@ -40,8 +42,7 @@ async def serve_router(config: RouterConfig) -> None:
     index = PrefixIndex()
     members = Members(config.name, text.sizes, index, config.silence_s)
     dialer = GrpcDialer(secret, 0, tls)
-    limits = DispatchLimits(config.max_queued, config.queue_timeout_s, config.request_timeout_s, config.local_tokens)
-    dispatcher = Dispatcher(text, members, index, dialer, limits, config.silence_s)
+    dispatcher = Dispatcher(text, members, dialer, _limits(config), config.silence_s)
     maker = RequestMaker(text, dispatcher, Defaults(config.model_name or directory.name, config.default_temperature))
     grpc_api = GrpcApi(dispatcher, maker)
 
@@ -75,6 +76,18 @@ async def serve_router(config: RouterConfig) -> None:
         await asyncio.wait((serving,), timeout=STOP_TIMEOUT_S)
         await asyncio.gather(registry_server.stop(0.2), public_server.stop(1.0))
         await dialer.close()
+
+
+def _limits(config: RouterConfig) -> DispatchLimits:
+    def seconds(milliseconds: float) -> float:
+        return milliseconds / 1000 or float("inf")
+
+    return DispatchLimits(
+        QueueLimits(config.max_queued, config.max_queued_tokens, config.max_queued_bytes),
+        config.queue_timeout_s,
+        config.request_timeout_s,
+        PlacingRules(config.policy, config.local_tokens, seconds(config.slo_ttft_ms), seconds(config.slo_tpot_ms)),
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

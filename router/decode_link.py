@@ -5,8 +5,8 @@ elsewhere. Knows no journal and no client.
 """
 
 import asyncio
-import logging
 from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.bell import Bell
@@ -14,8 +14,6 @@ from kvferry.messages import Beat, DecodeMessage, RouterMessage, StepOutput
 from kvferry.racing import until_first
 from kvferry.streams import Dialer, Stream, StreamEnded
 from router.members import Member
-
-logger = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 1.0
 SILENCE_S = 3.0
@@ -29,12 +27,22 @@ class Listener(Protocol):
 
     def output(self, member: Member, output: StepOutput) -> None: ...
 
-    def detached(self, member: Member, reason: str) -> None: ...
+    def detached(self, member: Member, reason: str, may_have_died: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEnd:
+    reason: str
+    may_have_died: bool
+    """The stream broke; a silent worker may be frozen, but its process is there."""
 
 
 class DecodeLink:
-    def __init__(self, dialer: Dialer, member: Member, listener: Listener, silence_s: float = SILENCE_S):
+    def __init__(
+        self, dialer: Dialer, member: Member, listener: Listener, router_life: str, silence_s: float = SILENCE_S
+    ):
         self._dialer, self._member, self._listener, self._silence_s = dialer, member, listener, silence_s
+        self._beat = Beat(router_life=router_life)
         self._outbox: deque[RouterMessage] = deque()
         self._has_mail = Bell()
 
@@ -46,32 +54,30 @@ class DecodeLink:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            reason = await self._run_once()
-            if self._member.is_attached:
-                logger.warning("lost the stream to %s: %s", self._member.worker_id, reason)
+            end = await self._run_once()
             self._outbox.clear()
-            self._listener.detached(self._member, reason)
+            self._listener.detached(self._member, end.reason, end.may_have_died)
             await asyncio.sleep(REDIAL_S)
 
-    async def _run_once(self) -> str:
+    async def _run_once(self) -> LinkEnd:
         """Returns why the stream ended."""
         stream = self._dialer.attach(self._member.description.address)
         try:
             await until_first(self._send(stream), self._receive(stream))
         except StreamEnded as ended:
-            return str(ended)
+            return LinkEnd(str(ended), may_have_died=True)
         except TimeoutError:
-            return f"silent for {self._silence_s:g} s"
+            return LinkEnd(f"silent for {self._silence_s:g} s", may_have_died=False)
         finally:
             stream.close()
-        return "ended"
+        return LinkEnd("ended", may_have_died=True)
 
     async def _send(self, stream: Stream[RouterMessage, DecodeMessage]) -> None:
         loop = asyncio.get_running_loop()
         next_beat = loop.time()
         while True:
             if loop.time() >= next_beat:
-                await stream.send(Beat())
+                await stream.send(self._beat)
                 next_beat = loop.time() + BEAT_INTERVAL_S
             elif self._outbox:
                 await stream.send(self._outbox.popleft())

@@ -2,14 +2,15 @@
 
 It owns every live request and the links to the decode workers. Placing is late: a request waits here until a decode worker can take
 it. A lost worker's requests are placed again, their emitted tokens as part of the prompt. All of it runs on the event loop and
-never waits for a client.
+never waits for a client. Where a request goes is placer.py's to say, who waits and who is refused admission.py's.
 """
 
 import asyncio
+import heapq
 import logging
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvferry.bell import Bell
 from kvferry.errors import (
@@ -21,7 +22,6 @@ from kvferry.errors import (
     NoWorker,
     Overloaded,
 )
-from kvferry.kv.block_id import num_whole_blocks_before_tail
 from kvferry.messages import (
     ChoiceEnd,
     ChoiceEndReason,
@@ -36,31 +36,32 @@ from kvferry.messages import (
 from kvferry.streams import Dialer
 from kvferry.text.model_text import ModelText
 from kvferry.turns import start_in_order
+from router.admission import Admission, FairQueue, QueueLimits
 from router.decode_link import SILENCE_S, DecodeLink
-from router.index import PrefixIndex
+from router.idempotency import LiveKeys
 from router.journal import Acceptance
 from router.live import Live, LiveState
+from router.losses import Death, Refused
 from router.members import Member, Members
-from router.placement import Demand, Placement, WorkerSnapshot, can_take, place
+from router.placement import Placement
+from router.placer import Placer, PlacingRules, num_kv_tokens
 from router.request import GenerationRequest
+from router.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)
 
-MAX_LOSSES = 5
-"""A request that lost so many workers is given up: it may be what kills them."""
-MAX_ATTEMPTS = 30
+WAITS_S = 0.25
+"""A request that must not be placed yet is looked at again after this."""
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    max_queued: int = 1024
-    """Requests that may wait for a decode worker; one more is refused."""
+    queue: QueueLimits = field(default_factory=QueueLimits)
     queue_timeout_s: float = 30.0
     """The longest wait of a request that nobody has taken yet."""
     request_timeout_s: float = 600.0
     """The longest life of a request that names no time limit of its own."""
-    local_tokens: int = 16
-    """Up to so many missing tokens, a request gets no source."""
+    placing: PlacingRules = field(default_factory=PlacingRules)
 
 
 class Dispatcher:
@@ -68,15 +69,18 @@ class Dispatcher:
         self,
         text: ModelText,
         members: Members,
-        index: PrefixIndex,
         dialer: Dialer,
         limits: DispatchLimits,
         silence_s: float = SILENCE_S,
     ):
-        self._text, self.members, self._index = text, members, index
+        self._text, self.members = text, members
+        self.placer = Placer(members, limits.placing)
         self._dialer, self.limits, self._silence_s = dialer, limits, silence_s
         self._lives: dict[int, Live] = {}
-        self._queue: list[Live] = []
+        self._queue = FairQueue()
+        self._admission = Admission(self._queue, limits.queue)
+        self._deadlines: list[tuple[float, int]] = []  # a heap; of requests that have ended, too
+        self._retries, self._refused, self._keys = RetryBudget(), Refused(), LiveKeys()
         self._links: dict[str, tuple[DecodeLink, asyncio.Task[None]]] = {}
         self._placed: dict[int, tuple[Member, Member | None]] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -91,6 +95,7 @@ class Dispatcher:
     async def run(self) -> None:
         """Keeps the links' task group and places what waits; until cancelled."""
         async with asyncio.TaskGroup() as self._group:
+            self._group.create_task(self.members.tidy())
             for member in self.members:
                 self._joined(member)
             while True:
@@ -102,15 +107,50 @@ class Dispatcher:
     def submit(self, request: GenerationRequest) -> Live:
         """Accepts a request, or raises InvalidRequest, Overloaded or NoWorker at once."""
         self._refuse_what_cannot_run(request)
-        self._next_number += 1
         now = self._now()
-        live = Live(self._next_number, request, self._text, now)
+        deadline_s = now + (request.timeout_s or self.limits.request_timeout_s)
+        live = Live(self._next_number + 1, request, self._text, now, deadline_s)
+        max_wait_s = min(self.limits.queue_timeout_s, self.placer.slo_ttft_s(live), deadline_s - now)
+        refusal = self._admission.refusal(live, now, max_wait_s)
+        if refusal is not None:
+            self.counters["rejected_overloaded"] += 1
+            raise refusal
+        self._next_number += 1
         self._lives[live.number] = live
-        self._queue.append(live)
+        self._wait_in_queue(live, now)
         self.counters["accepted"] += 1
         self._place_waiting()
-        self._work.ring()
+        if live in self._queue:
+            self._work.ring()
         return live
+
+    def submit_all(self, requests: Sequence[GenerationRequest], key: str | None = None) -> tuple[Live, ...]:
+        """All or none. With an idempotency key that is live here, its lives, which one more reads now."""
+        if key is not None:
+            found = self._keys.find(key, requests)
+            if found is not None:
+                self.counters["joined"] += 1
+                for live in found:
+                    live.num_readers += 1
+                return found
+        lives: list[Live] = []
+        try:
+            for request in requests:
+                lives.append(self.submit(request))
+        except BaseException:
+            for live in lives:
+                self.cancel(live)
+            raise
+        if key is not None:
+            self._keys.forget_ended()
+            self._keys.remember(key, requests, lives)
+        return tuple(lives)
+
+    def leave(self, live: Live) -> None:
+        """One of its readers does not read any more; with the last one it ends. Once for each reader."""
+        live.num_readers -= 1
+        if live.num_readers <= 0:
+            self.cancel(live)
 
     def cancel(self, live: Live) -> None:
         """Nobody wants it any more. Idempotent, also after its end."""
@@ -163,10 +203,13 @@ class Dispatcher:
                 "max_tokens",
                 "context_length_exceeded",
             )
-        if len(self._queue) >= self.limits.max_queued:
-            self.counters["rejected_queue_full"] += 1
-            raise Overloaded(
-                f"{len(self._queue)} requests are waiting for the decode pool, which is the limit; try again later", 2
+        left_s = self._refused.left_s(request, self._now())
+        if left_s:
+            self.counters["rejected_harmful"] += 1
+            raise InvalidRequest(
+                f"this request has killed the decode worker that it ran on by itself: it is refused for {left_s:.0f} s more; "
+                "change the prompt or the parameters",
+                code="request_refused",
             )
 
     # -------------------------------------------------------------------------------------------------------- placing
@@ -174,81 +217,59 @@ class Dispatcher:
     def _place_waiting(self) -> None:
         now = self._now()
         self._expire(now)
-        self._queue.sort(key=lambda live: (-live.request.priority, live.number))
+        if not len(self._queue):
+            return
         limit = self.max_kv_tokens or 0  # what is larger waits for another worker, apart from the queue
-        start_in_order([live for live in self._queue if self._num_kv_tokens(live) <= limit], self._try_place)
+        waiting = (live for live in self._queue.in_order() if num_kv_tokens(live) <= limit)
+        start_in_order(waiting, lambda live: self._try_place(live, now))
 
-    def _try_place(self, live: Live) -> bool:
-        placement = self._placement(live) if self._has_room(live) else None
+    def _wait_in_queue(self, live: Live, now: float) -> None:
+        live.queued_s = now
+        self._queue.push(live)
+        heapq.heappush(self._deadlines, (self._queue_deadline_s(live), live.number))
+        heapq.heappush(self._deadlines, (live.deadline_s, live.number))
+
+    def _try_place(self, live: Live, now: float) -> bool:
+        if live.deaths.waits_for_verdict(now):
+            heapq.heappush(self._deadlines, (now + WAITS_S, live.number))
+            return False
+        if live.deaths.is_guilty(now):
+            self._refused.add(live.request, now)
+            message = f"the request killed the decode worker that it ran on ({live.deaths.last}); it is not tried again"
+            self._end(live, LiveState.FAILED, EngineFailure(message))
+            return True
+        placement = self.placer.place(live, now) if self.placer.has_room(live, now) else None
         if placement is None:
             return False
         self._queue.remove(live)
-        self._open(live, placement, self._now())
+        self._queue.charge(live)
+        self._admission.placed(live, now, len(self._queue) > 0)
+        self._open(live, placement, now)
         return True
 
-    def _has_room(self, live: Live) -> bool:
-        """By the loads alone: asked of every request that waits."""
-        demand = Demand(live.longest_tokens, len(live.journal.starts()), self._num_kv_tokens(live), 0, 1)
-        members = self.members.of(Role.DECODE)
-        return any(can_take(self._snapshot(member, []), demand) for member in members if member.is_attached)
-
-    def _placement(self, live: Live) -> Placement | None:
-        root = self.members.root(live.request.salt)
-        description = self.members.any_description
-        if root is None or description is None:
-            return None
-        block_ids = live.block_ids(root, description.block_size)
-        num_tokens = live.longest_tokens
-        demand = Demand(
-            num_tokens=num_tokens,
-            num_choices=len(live.journal.starts()),
-            num_kv_tokens=self._num_kv_tokens(live),
-            num_blocks_before_tail=num_whole_blocks_before_tail(num_tokens, description.block_size),
-            block_size=description.block_size,
-            failed_worker_ids=frozenset(live.failed_worker_ids),
-        )
-        decode = [self._snapshot(m, block_ids) for m in self.members.of(Role.DECODE) if m.is_attached]
-        if live.wants_prompt_logprobs:  # every position passes through the decode worker's steps
-            return place(demand, decode, [], local_tokens=num_tokens)
-        prefill = [self._snapshot(m, block_ids) for m in self.members.of(Role.PREFILL)]
-        return place(demand, decode, prefill, self.limits.local_tokens)
-
-    @staticmethod
-    def _num_kv_tokens(live: Live) -> int:
-        return len(live.request.prompt_tokens) + max(live.request.sampling.max_tokens - 1, 0)
-
-    def _snapshot(self, member: Member, block_ids: list[bytes]) -> WorkerSnapshot:
-        return WorkerSnapshot(
-            worker_id=member.worker_id,
-            num_active=member.num_active,
-            max_active=member.description.max_sequences,
-            active_tokens=member.active_tokens,
-            pool_tokens=member.description.pool_tokens,
-            num_placed=member.num_placed,
-            num_held_blocks=self._index.num_held(member.worker_id, block_ids),
-        )
-
     def _open(self, live: Live, placement: Placement, now: float) -> None:
-        decode = self.members.get(placement.decode_id)
-        prefill = self.members.get(placement.source_ids[0]) if placement.source_ids else None
-        if prefill is not None and prefill.role is Role.DECODE:
-            prefill = None  # it only hands out what it has
-        assert decode is not None
+        decode = self.members.at_row(placement.decode_row)
+        prefill = None
+        if placement.source_rows and not placement.is_local:
+            source = self.members.at_row(placement.source_rows[0])
+            prefill = source if source.role is Role.PREFILL else None  # a decode worker only hands out what it has
         attempt = live.journal.next_attempt()
         starts = live.journal.starts()
         decode.num_active += len(starts)
         decode.active_tokens += live.longest_tokens * len(starts)
         decode.num_placed += 1
+        decode.is_alone = live.deaths.is_suspect(now)
         if prefill is not None:
             prefill.num_active += 1
-            prefill.active_tokens += placement.num_missing_tokens
             prefill.num_placed += 1
-        live.decode_id, live.source_ids = placement.decode_id, placement.source_ids
-        live.num_missing_tokens = placement.num_missing_tokens
+            self.members.view.will_compute(prefill.row, live.number, placement.num_missing_tokens, now)
+        live.decode_id, live.has_begun = decode.worker_id, False
+        live.source_ids = tuple(self.members.at_row(row).worker_id for row in placement.source_rows)
         live.placed_choices, live.placed_tokens = len(starts), live.longest_tokens * len(starts)
         live.placed(now)
         live.move(LiveState.PLACED)
         self._placed[live.number] = (decode, prefill)
+        self._remember_why(live, placement, now)
         request = live.request
         self._links[decode.worker_id][0].send(
             RequestOpen(
@@ -258,15 +279,25 @@ class Dispatcher:
                 choices=starts,
                 sampling=live.sampling,
                 salt=request.salt,
-                sources=self._addresses(placement.source_ids),
-                holders=self._addresses(placement.holder_ids),
+                sources=self._addresses(placement.source_rows),
+                holders=self._addresses(placement.holder_rows),
                 priority=request.priority,
-                time_left_s=self._deadline_s(live) - now,
+                time_left_s=live.deadline_s - now,
+                local_tokens=placement.local_tokens,
             )
         )
 
-    def _addresses(self, worker_ids: tuple[str, ...]) -> tuple[Source, ...]:
-        members = [member for worker_id in worker_ids if (member := self.members.get(worker_id)) is not None]
+    def _remember_why(self, live: Live, placement: Placement, now: float) -> None:
+        self.counters["placed_local" if placement.is_local else "placed_fetching"] += 1
+        self.counters["placed_beyond_slo"] += not placement.keeps_slos
+        self.placer.expect(live, placement, now)
+        if live.journal.attempt == 1:
+            live.predicted_ttft_s = placement.prediction.ttft_s
+            if live.request.explains:
+                live.explanation = self.placer.explanation(placement)
+
+    def _addresses(self, rows: tuple[int, ...]) -> tuple[Source, ...]:
+        members = [self.members.at_row(row) for row in rows]
         return tuple(Source(member.worker_id, member.description.address) for member in members)
 
     def _release(self, live: Live) -> None:
@@ -278,43 +309,52 @@ class Dispatcher:
         self._release_prefill(live, placed)
         decode.num_active -= live.placed_choices
         decode.active_tokens -= live.placed_tokens
-        self._work.ring()
+        decode.is_alone = False
+        if len(self._queue):
+            self._work.ring()
 
     def _release_prefill(self, live: Live, placed: tuple[Member, Member | None]) -> None:
         prefill = placed[1]
         if prefill is not None:
             prefill.num_active -= 1
-            prefill.active_tokens -= live.num_missing_tokens
+            self.members.view.has_computed(prefill.row, live.number)
             if live.number in self._placed:
                 self._placed[live.number] = (placed[0], None)
 
     # --------------------------------------------------------------------------------------------- what the workers say
 
     def _joined(self, member: Member) -> None:
+        for live in self._lives.values():
+            live.deaths.learn(member.description)
         if member.role is Role.DECODE and self._group is not None and member.worker_id not in self._links:
-            link = DecodeLink(self._dialer, member, self, self._silence_s)
+            link = DecodeLink(self._dialer, member, self, self.members.life, self._silence_s)
             self._links[member.worker_id] = (link, self._group.create_task(link.run()))
 
     def _lost(self, member: Member) -> None:
         if member.role is Role.DECODE and member.worker_id in self._links:
             _, task = self._links.pop(member.worker_id)
             task.cancel()
-            self.detached(member, "it is no longer a member")
+            self.detached(member, "it is no longer a member", may_have_died=True)
 
     def attached(self, member: Member) -> None:
         member.is_attached = True
+        for live in self._lives.values():
+            live.deaths.learn(member.description)
         self._work.ring()
 
-    def detached(self, member: Member, reason: str) -> None:
-        member.is_attached = False
-        for live in [live for live in self._lives.values() if self._is_on(live, member)]:
-            live.num_losses += 1
+    def detached(self, member: Member, reason: str, may_have_died: bool) -> None:
+        """The stream to a decode worker has ended, or it is silent: what ran there goes on elsewhere."""
+        was_attached, member.is_attached = member.is_attached, False
+        lost = [live for live in self._lives.values() if self._is_on(live, member)]
+        if was_attached and lost:
+            logger.warning("%d requests go on elsewhere than on %s: %s", len(lost), member.worker_id, reason)
+        was_alone, now = len(lost) == 1 and member.is_alone, self._now()
+        for live in lost:
             self.counters["worker_losses"] += 1
-            if live.num_losses >= MAX_LOSSES:
-                message = f"{live.num_losses} decode workers were lost under this request; the last: {reason}"
-                self._end(live, LiveState.FAILED, EngineFailure(message))
-            else:
-                self._queue_again(live)
+            if may_have_died and live.has_begun:
+                description = member.description
+                live.deaths.add(Death(description.worker_id, description.incarnation, now, was_alone))
+            self._queue_again(live, f"its decode worker was lost: {reason}")
         self._work.ring()
 
     def _is_on(self, live: Live, member: Member) -> bool:
@@ -322,6 +362,10 @@ class Dispatcher:
         return placed is not None and placed[0] is member
 
     def output(self, member: Member, output: StepOutput) -> None:
+        for number in output.begun:
+            live = self._lives.get(number)
+            if live is not None and self._is_on(live, member):
+                live.has_begun = True
         for report in output.starts:
             live = self._current(member, report.number, report.attempt)
             if live is not None:
@@ -351,6 +395,8 @@ class Dispatcher:
         if acceptance is Acceptance.GAP:
             self._skipped(member, live)
             return
+        if live.deaths.survived():
+            member.is_alone = False
         live.instants_s["last_token"] = self._now() - live.accepted_s
         live.changed.ring()
         if live.journal.is_done:
@@ -366,7 +412,7 @@ class Dispatcher:
     def _skipped(self, member: Member, live: Live) -> None:
         logger.error("%s skipped an index of request %d: placing it again", member.worker_id, live.number)
         self._cancel_on_worker(live)
-        self._queue_again(live)
+        self._queue_again(live, f"{member.worker_id} skipped an index")
 
     def _take_end(self, member: Member, end: ChoiceEnd) -> None:
         live = self._current(member, end.number, end.attempt)
@@ -384,20 +430,22 @@ class Dispatcher:
             live.failed_worker_ids |= set(end.failed_source_ids)
             self.counters["unplaced"] += 1
             self._cancel_on_worker(live)
-            self._queue_again(live)
+            self._queue_again(live, end.detail)
         else:
             self._end(live, LiveState.FAILED, _error_of(end))
             self._cancel_on(member, live)
 
-    def _queue_again(self, live: Live) -> None:
+    def _queue_again(self, live: Live, why: str) -> None:
         self._release(live)
-        if live.journal.attempt >= MAX_ATTEMPTS:
-            self._end(live, LiveState.FAILED, EngineFailure(f"given up after {MAX_ATTEMPTS} placements"))
+        now = self._now()
+        if not live.journal.num_tokens and not self._retries.take(now):
+            self.counters["retries_refused"] += 1
+            message = f"too many placements fail before a first token; the last: {why}; try again later"
+            self._end(live, LiveState.FAILED, NoWorker(message, retry_after_s=5))
             return
         self.counters["continuations"] += 1
         live.move(LiveState.QUEUED)
-        live.queued_s = self._now()
-        self._queue.append(live)
+        self._wait_in_queue(live, now)
         self._work.ring()
 
     # --------------------------------------------------------------------------------------------------------- endings
@@ -408,6 +456,9 @@ class Dispatcher:
         if state is LiveState.CANCELLED or (state is LiveState.FINISHED and live.request.stops):
             self._cancel_on_worker(live)  # else the worker has ended it by itself
         self._release(live)
+        if state is LiveState.FINISHED:
+            self._retries.succeeded(self._now())
+            self.placer.finished(live.journal.num_tokens // len(live.journal.choices))
         live.error = error
         live.instants_s["closed"] = self._now() - live.accepted_s
         del self._lives[live.number]
@@ -425,23 +476,23 @@ class Dispatcher:
         if link is not None:
             link[0].send(RequestCancel(live.number, live.journal.attempt, choices))
 
-    def _deadline_s(self, live: Live) -> float:
-        return live.accepted_s + (live.request.timeout_s or self.limits.request_timeout_s)
-
     def _queue_deadline_s(self, live: Live) -> float:
         """One that ran before waits as long as it may live: it was accepted."""
         if live.journal.attempt:
-            return self._deadline_s(live)
-        return min(live.queued_s + self.limits.queue_timeout_s, self._deadline_s(live))
+            return live.deadline_s
+        return min(live.queued_s + self.limits.queue_timeout_s, live.deadline_s)
 
     def _expire(self, now: float) -> None:
-        for live in list(self._lives.values()):
-            if now >= self._deadline_s(live):
+        while self._deadlines and self._deadlines[0][0] <= now:
+            live = self._lives.get(heapq.heappop(self._deadlines)[1])
+            if live is None:
+                continue
+            if now >= live.deadline_s:
                 limit = live.request.timeout_s or self.limits.request_timeout_s
                 message = f"the request's time limit of {limit:g} s ran out while it was {self.phase(live)}"
                 self._cancel_on_worker(live)
                 self._end(live, LiveState.FAILED, DeadlineExceeded(message))
-            elif live.state is LiveState.QUEUED and now >= self._queue_deadline_s(live):
+            elif live in self._queue and now >= self._queue_deadline_s(live):
                 self._end(live, LiveState.FAILED, self._why_waiting())
 
     def _why_waiting(self) -> KvferryError:
@@ -451,11 +502,9 @@ class Dispatcher:
         return Overloaded(f"{waited} for room in the decode pool: it is full; try again later", retry_after_s=5)
 
     def _next_timeout(self) -> float | None:
-        deadlines = [
-            self._queue_deadline_s(live) if live.state is LiveState.QUEUED else self._deadline_s(live)
-            for live in self._lives.values()
-        ]
-        return max(min(deadlines) - self._now(), 0.001) if deadlines else None
+        while self._deadlines and self._deadlines[0][1] not in self._lives:
+            heapq.heappop(self._deadlines)
+        return max(self._deadlines[0][0] - self._now(), 0.001) if self._deadlines else None
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

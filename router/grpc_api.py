@@ -1,6 +1,7 @@
 """The gRPC front door: the public service, health and reflection. Errors are gRPC codes with a message that says what to do."""
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,12 @@ from kvferry.messages import PROTOCOL_VERSION
 from kvferry.rpc.converter import logprobs_to_wire
 from kvferry.rpc.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.dispatcher import Dispatcher
+from router.idempotency import checked_key
 from router.journal import Delta, FinishReason
 from router.live import Live, deltas_of
 from router.openai_request import MAX_LOGPROBS, Body, Message
 from router.request import GenerationRequest, Summary
-from router.request_maker import RequestMaker, salt_of
+from router.request_maker import RequestMaker, Wishes, salt_of
 
 SERVICE = "kvferry.v1.GenerationService"
 HEALTH_INTERVAL_S = 0.5
@@ -80,7 +82,9 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:
         live: Live | None = None
         try:
-            live = self._dispatcher.submit(await self._made(request, _api_key(context)))
+            wishes = _wishes(request, context)
+            made = await self._made(request, _api_key(context), wishes)
+            (live,) = self._dispatcher.submit_all([made], wishes.key)
             async for numbered in deltas_of((live,)):
                 for one in numbered:
                     await context.write(_piece(one.delta))
@@ -92,7 +96,7 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             await context.abort(grpc.StatusCode[error.grpc_code], error.message)
         finally:
             if live is not None:
-                self._dispatcher.cancel(live)
+                self._dispatcher.leave(live)
 
     async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: Any) -> Any:
         try:
@@ -120,7 +124,9 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             protocol_version=PROTOCOL_VERSION,
         )
 
-    async def _made(self, request: generation_pb2.GenerateRequest, api_key: str | None) -> GenerationRequest:
+    async def _made(
+        self, request: generation_pb2.GenerateRequest, api_key: str | None, wishes: Wishes
+    ) -> GenerationRequest:
         self._maker.check_model(request.model)
         fields: dict[str, Any] = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}  # type: ignore[arg-type]
         try:
@@ -145,7 +151,7 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
         if body.max_tokens == 0 and body.prompt_logprobs is None:
             raise InvalidRequest("max_tokens is 0: only with num_prompt_logprobs is there an answer", "max_tokens")
         tokens, param = await self._tokens(request)
-        made = self._maker.make(tokens, body, body.max_tokens, param, salt_of(body.cache_salt, api_key))
+        made = self._maker.make(tokens, body, body.max_tokens, param, salt_of(body.cache_salt, api_key), wishes=wishes)
         return replace(made, continues_prompt=param != "chat")
 
     async def _tokens(self, request: Any) -> tuple[list[int], str]:
@@ -175,6 +181,17 @@ def _api_key(context: Any) -> str | None:
     return key if scheme.lower() == "bearer" else None
 
 
+def _wishes(request: generation_pb2.GenerateRequest, context: Any) -> Wishes:
+    """As over HTTP, with `idempotency-key` in the metadata."""
+    key = dict(context.invocation_metadata() or ()).get("idempotency-key")
+    return Wishes(
+        checked_key(None if key is None else str(key)),
+        request.slo_ttft_ms / 1000 if request.slo_ttft_ms else None,
+        request.slo_tpot_ms / 1000 if request.slo_tpot_ms else None,
+        request.explain,
+    )
+
+
 def _piece(delta: Delta) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(
         choice=delta.choice,
@@ -198,4 +215,5 @@ def _summary(summary: Summary) -> generation_pb2.Summary:
         road=summary.road,
         instants_us={name: max(int(seconds * 1e6), 0) for name, seconds in summary.instants_s.items()},
         seed=summary.seed,
+        explanation="" if summary.explanation is None else json.dumps(summary.explanation),
     )

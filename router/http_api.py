@@ -7,7 +7,7 @@ after which the stream ends without `[DONE]`.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from router.metrics import RouterMetrics
 from router.openai_answer import DONE, AnswerShape, ChoiceShape, error_body, event, server_timing
 from router.openai_request import Body, ChatBody, CompletionBody, parse_body
 from router.request import GenerationRequest
-from router.request_maker import RequestMaker, salt_of
+from router.request_maker import RequestMaker, Wishes, salt_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,53 +67,40 @@ class HttpApi:
         tokens = await self._maker.encode_chat([message.rendered() for message in body.messages])
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        made = self._maker.make(tokens, body, limit, "messages", _salt(request, body), name)
-        return await self._answer(request, body, [made])
+        wishes = Wishes.of_headers(request.headers)
+        made = self._maker.make(tokens, body, limit, "messages", _salt(request, body), name, wishes)
+        return await self._answer(request, body, [made], wishes)
 
     async def completions(self, request: Request) -> Response:
         body = parse_body(CompletionBody, await _read_body(request))
         self._maker.check_model(body.model)
         limit = 16 if body.max_tokens is None else body.max_tokens
-        made: list[GenerationRequest] = []
+        made, wishes = list[GenerationRequest](), Wishes.of_headers(request.headers)
         for prompt in body.prompts:
             tokens = prompt if isinstance(prompt, list) else await self._maker.encode_text(prompt, "prompt")
-            one = self._maker.make(tokens, body, limit, "prompt", _salt(request, body))
+            one = self._maker.make(tokens, body, limit, "prompt", _salt(request, body), wishes=wishes)
             made.append(replace(one, echo=self._echo(prompt) if body.echo else None, continues_prompt=True))
         if body.num_prompt_logprobs is not None:
             self._maker.check_scores(sum(len(one.prompt_tokens) for one in made), body, "prompt")
-        return await self._answer(request, body, made)
+        return await self._answer(request, body, made, wishes)
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._maker.text.decode_with_special(prompt)
 
-    async def _answer(self, request: Request, body: Body, made: list[GenerationRequest]) -> Response:
+    async def _answer(self, request: Request, body: Body, made: list[GenerationRequest], wishes: Wishes) -> Response:
         shape = AnswerShape.new(self._maker.defaults.model_name, self._maker.text, body)
-        lives = self._submit(made)
+        lives = self._dispatcher.submit_all(made, wishes.key)
         if body.stream:
             return StreamedAnswer(lives, shape, body.includes_usage, self._dispatcher)
         try:
             await until_first(_left(request.receive), wait_all(lives))
         finally:
-            self._cancel(lives)
+            for live in lives:
+                self._dispatcher.leave(live)
         headers = {"Server-Timing": server_timing(lives[0].summary()), "X-Request-Id": shape.id}
         if body.num_logprobs is None and body.num_prompt_logprobs is None:
             return JSONResponse(shape.whole(lives), headers=headers)
         return await asyncio.to_thread(lambda: JSONResponse(shape.whole(lives), headers=headers))  # it may be long
-
-    def _submit(self, made: list[GenerationRequest]) -> list[Live]:
-        """All or none."""
-        lives: list[Live] = []
-        try:
-            for one in made:
-                lives.append(self._dispatcher.submit(one))
-        except BaseException:
-            self._cancel(lives)
-            raise
-        return lives
-
-    def _cancel(self, lives: list[Live]) -> None:
-        for live in lives:
-            self._dispatcher.cancel(live)
 
     # -------------------------------------------------------------------------------------------------------- the rest
 
@@ -158,7 +145,7 @@ class HttpApi:
 class StreamedAnswer(Response):
     """Server-sent events of one answer. Whatever ends it ends its requests."""
 
-    def __init__(self, lives: list[Live], shape: AnswerShape, includes_usage: bool, dispatcher: Dispatcher):
+    def __init__(self, lives: Sequence[Live], shape: AnswerShape, includes_usage: bool, dispatcher: Dispatcher):
         self._lives, self._shape, self._includes_usage = lives, shape, includes_usage
         self._dispatcher = dispatcher
         self.status_code = 200
@@ -171,7 +158,7 @@ class StreamedAnswer(Response):
             pass  # the client has left: nobody to tell
         finally:
             for live in self._lives:
-                self._dispatcher.cancel(live)
+                self._dispatcher.leave(live)
 
     async def _send(self, send: Send, scope: Scope, receive: Receive) -> None:
         events = self._events()

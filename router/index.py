@@ -1,29 +1,139 @@
 """Who holds which blocks, as far as the workers have told. A hint: a wrong entry costs a miss, never a wrong token.
 
-Pure. Sets of block ids by worker, fed by the workers' progress.
+Pure. One table from a block's key (the first eight bytes of its id) to the set of its holders, an integer with one bit for each
+worker's row. Workers tell of every eighth block of a chain and of its end, so an entry stands for up to eight blocks. The table is cut
+into shards: each is small enough to grow, or to be swept of a worker that has left, without holding up the event loop. Equal sets
+of holders are one object, and a key is a small integer, so that an entry takes under 100 bytes.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvferry.kv.block_id import BLOCK_ID_BYTES
+
+KEY_BYTES = 8
+NUM_SHARDS = 256
+MAX_SHARED_SETS = 65536
+ANNOUNCED_EVERY = 8
+"""As kvferry/engine/sequence.py does."""
+
+
+def keys_of(block_ids: Iterable[bytes]) -> list[int]:
+    """What the index calls blocks."""
+    return [int.from_bytes(block_id[:KEY_BYTES], "little") for block_id in block_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The workers of `rows` hold the first `num_blocks` of a chain, and no more of it."""
+
+    rows: int
+    """One bit for each row."""
+    num_blocks: int
 
 
 class PrefixIndex:
+    """Rows are small integers that the caller gives to workers; see `retire`."""
+
     def __init__(self) -> None:
-        self._ids: dict[str, set[bytes]] = {}
+        self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
+        self._sets: dict[int, int] = {}
+        self._retired = 0
+        self._to_sweep: deque[tuple[int, int]] = deque()  # a shard, and the rows to be swept out of it
 
-    def update(self, worker_id: str, sealed: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        ids = self._ids.setdefault(worker_id, set())
-        ids.update(sealed)
-        ids.difference_update(evicted)
+    def __len__(self) -> int:
+        return sum(len(shard) for shard in self._shards)
 
-    def forget(self, worker_id: str) -> None:
-        self._ids.pop(worker_id, None)
+    def add(self, row: int, block_ids: Iterable[bytes]) -> None:
+        shards, shared, bit, from_bytes = self._shards, self._sets, 1 << row, int.from_bytes
+        if len(shared) > MAX_SHARED_SETS:
+            shared.clear()  # costs only that some sets are kept twice
+        for block_id in block_ids:
+            key = from_bytes(block_id[:KEY_BYTES], "little")
+            shard = shards[key % NUM_SHARDS]
+            holders = shard.get(key, 0) | bit
+            shard[key] = shared.setdefault(holders, holders)
 
-    def num_held(self, worker_id: str, block_ids: Sequence[bytes]) -> int:
-        """How many of a chain's first blocks the worker holds."""
-        ids = self._ids.get(worker_id)
-        if not ids:
-            return 0
-        for count, block_id in enumerate(block_ids):
-            if block_id not in ids:
-                return count
-        return len(block_ids)
+    def add_joined(self, row: int, joined: bytes) -> None:
+        """The ids of 16 bytes each, one after the other."""
+        self.add(row, (joined[k : k + KEY_BYTES] for k in range(0, len(joined), BLOCK_ID_BYTES)))
+
+    def remove(self, row: int, block_ids: Iterable[bytes]) -> None:
+        shards, shared, bit = self._shards, self._sets, 1 << row
+        for block_id in block_ids:
+            key = int.from_bytes(block_id[:KEY_BYTES], "little")
+            shard = shards[key % NUM_SHARDS]
+            holders = shard.get(key, 0)
+            if holders & bit:
+                left = holders & ~bit
+                if left:
+                    shard[key] = shared.setdefault(left, left)
+                else:
+                    del shard[key]
+
+    def remove_all(self, row: int) -> None:
+        """A worker that stays begins anew; rare, and at once."""
+        for number in range(NUM_SHARDS):
+            self._sweep_shard(number, 1 << row)
+
+    def retire(self, row: int) -> None:
+        """Its worker has left: it holds nothing from now on. The row is free again once `sweep` says so."""
+        self._retired |= 1 << row
+        self._to_sweep.extend((number, 1 << row) for number in range(NUM_SHARDS))
+
+    def sweep(self) -> int | None:
+        """Clears one shard of retired rows. Returns a row that is free again, or None; call while `is_sweeping`."""
+        if not self._to_sweep:
+            return None
+        number, rows = self._to_sweep.popleft()
+        self._sweep_shard(number, rows)
+        if number < NUM_SHARDS - 1:
+            return None
+        self._retired &= ~rows
+        return rows.bit_length() - 1
+
+    def _sweep_shard(self, number: int, rows: int) -> None:
+        shard, shared = self._shards[number], self._sets
+        for key in [key for key, holders in shard.items() if holders & rows]:
+            left = shard[key] & ~rows
+            if left:
+                shard[key] = shared.setdefault(left, left)
+            else:
+                del shard[key]
+
+    @property
+    def is_sweeping(self) -> bool:
+        return bool(self._to_sweep)
+
+    def held(self, keys: Sequence[int]) -> list[Held]:
+        """Who holds how much of the chain of these blocks, those with most of it first; who holds nothing is left out."""
+        found: list[Held] = []
+        depth, among = 0, ~self._retired
+        for point in range(ANNOUNCED_EVERY, len(keys) + 1, ANNOUNCED_EVERY):
+            still = self._holders(keys[point - 1]) & among
+            gone = among & ~still
+            if gone:
+                found += self._with_ends(keys, depth, point - 1, gone)
+            depth, among = point, still
+            if not still:
+                break
+        else:
+            found += self._with_ends(keys, depth, len(keys), among)
+        found.sort(key=lambda held: -held.num_blocks)
+        return found
+
+    def _with_ends(self, keys: Sequence[int], first: int, last: int, among: int) -> list[Held]:
+        """Of the workers `among`, which hold the first `first` blocks: whose chains end before block `last`, and the others."""
+        found: list[Held] = []
+        for depth in range(last, first, -1):
+            rows = self._holders(keys[depth - 1]) & among
+            if rows:
+                found.append(Held(rows, depth))
+                among &= ~rows
+        if first and among:
+            found.append(Held(among, first))
+        return found
+
+    def _holders(self, key: int) -> int:
+        return self._shards[key % NUM_SHARDS].get(key, 0)

@@ -3,13 +3,16 @@
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from kvferry.bell import Bell
 from kvferry.errors import KvferryError
 from kvferry.kv.block_id import chain
 from kvferry.messages import Sampling, StartReport
 from kvferry.text.model_text import ModelText
+from router.index import keys_of
 from router.journal import Delta, Journal
+from router.losses import Deaths
 from router.request import GenerationRequest, Summary
 
 
@@ -36,8 +39,8 @@ TERMINAL = frozenset({LiveState.FINISHED, LiveState.FAILED, LiveState.CANCELLED}
 
 
 class Live:
-    def __init__(self, number: int, request: GenerationRequest, text: ModelText, now: float):
-        self.number, self.request = number, request
+    def __init__(self, number: int, request: GenerationRequest, text: ModelText, now: float, deadline_s: float):
+        self.number, self.request, self.deadline_s = number, request, deadline_s
         after = request.prompt_tokens if request.continues_prompt else ()
         self.journal = Journal(
             request.num_choices,
@@ -58,11 +61,17 @@ class Live:
         self.placed_choices = 0
         self.placed_tokens = 0
         self.failed_worker_ids: set[str] = set()
-        self.num_losses = 0
+        self.deaths = Deaths()
+        self.has_begun = False
+        """It took part in a step of this attempt."""
+        self.num_readers = 1
+        self.predicted_ttft_s: float | None = None
+        self.explanation: dict[str, Any] | None = None
         self.num_passed = 0
         self.first_report: StartReport | None = None
         self._placed_s = now
         self._block_ids: list[bytes] = []
+        self._keys: list[int] = []
 
     @property
     def has_ended(self) -> bool:
@@ -91,6 +100,14 @@ class Live:
         return (len(self.request.prompt_tokens) + self.request.sampling.max_tokens) * len(self.journal.choices)
 
     @property
+    def num_bytes(self) -> int:
+        """That it keeps while it waits, roughly: eight for each token, and its texts."""
+        request = self.request
+        return (
+            8 * len(request.prompt_tokens) + len(request.echo or "") + sum(len(stop) for stop in request.stops) + 1024
+        )
+
+    @property
     def priority(self) -> int:
         return self.request.priority
 
@@ -105,6 +122,12 @@ class Live:
         if not self._block_ids:
             self._block_ids = chain(root, self.request.prompt_tokens, block_size)
         return self._block_ids
+
+    def block_keys(self, root: bytes, block_size: int) -> list[int]:
+        """What the index calls them; computed once."""
+        if not self._keys:
+            self._keys = keys_of(self.block_ids(root, block_size))
+        return self._keys
 
     def placed(self, now: float) -> None:
         self._placed_s = now
@@ -135,7 +158,22 @@ class Live:
             road=report.road,
             instants_s=dict(self.instants_s),
             seed=self.request.sampling.seed,
+            explanation=self._explained(),
         )
+
+    def _explained(self) -> dict[str, Any] | None:
+        """The prediction of the first placement beside what came of it, in milliseconds."""
+        if self.explanation is None:
+            return None
+        predicted, first_token_s = self.predicted_ttft_s, self.instants_s.get("first_token")
+        if predicted is None or first_token_s is None:
+            return self.explanation
+        actual_ms = (first_token_s - self.instants_s["placed"]) * 1e3
+        return {
+            **self.explanation,
+            "actual_ttft_ms": round(actual_ms, 3),
+            "prediction_error_ms": round(actual_ms - predicted * 1e3, 3),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The workers that have joined: who they are, how they are doing, and whether they show life.
+"""The workers that have joined: who they are, and whether they show life. What they say of themselves goes to view and index.
 
 Serves the registry streams. A worker is a member from its welcome to the end of its stream, to its silence, or until another of the
 same name replaces it. What two workers must share to be paired is checked here, once, before it is ready.
@@ -6,8 +6,9 @@ same name replaces it. What two workers must share to be paired is checked here,
 
 import asyncio
 import logging
+import secrets
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from kvferry.kv.block_id import chain_root
 from kvferry.messages import (
@@ -17,6 +18,7 @@ from kvferry.messages import (
     JoinUp,
     Refusal,
     Role,
+    SnapshotWanted,
     Welcome,
     WorkerDescription,
     WorkerProgress,
@@ -24,7 +26,10 @@ from kvferry.messages import (
 from kvferry.racing import until_first
 from kvferry.streams import Stream, StreamEnded
 from kvferry.text.model_text import TextSizes
-from router.index import PrefixIndex
+from router.expected import ExpectedBlocks
+from router.index import Held, PrefixIndex
+from router.outliers import Outliers
+from router.view import WorkerView
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +38,71 @@ MUST_MATCH = ("block_size", "fidelity", "block_bytes", "vocabulary_size", "conte
 POSITIVE = ("block_size", "block_bytes", "pool_tokens", "context_tokens", "max_sequences")
 SILENCE_S = 3.0
 BEAT_INTERVAL_S = 1.0
+SWEEP_INTERVAL_S = 0.005
+JUDGE_INTERVAL_S = 1.0
 
 
-@dataclass(slots=True)
 class Member:
-    description: WorkerDescription
-    progress: WorkerProgress = field(default_factory=WorkerProgress)
-    is_attached: bool = False
-    """Decode workers: the router's stream to it is open and has shown life."""
-    num_active: int = 0
-    active_tokens: int = 0
-    num_placed: int = 0
+    """One worker, with its row of the view. The three numbers are of this router alone."""
+
+    def __init__(self, description: WorkerDescription, view: WorkerView):
+        self.description = description
+        self.progress = WorkerProgress()
+        self.row = view.open_row(description)
+        self.next_event: int | None = None
+        """The number of the block event that must come next; None until a snapshot has come."""
+        self.judged_step = 0
+        self._view = view
+
+    @property
+    def is_attached(self) -> bool:
+        """Decode workers: the router's stream to it is open and has shown life."""
+        return bool(self._view.bools["is_attached"][self.row])
+
+    @is_attached.setter
+    def is_attached(self, value: bool) -> None:
+        self._view.bools["is_attached"][self.row] = value
+
+    @property
+    def num_active(self) -> int:
+        return int(self._view.ints["num_active"][self.row])
+
+    @num_active.setter
+    def num_active(self, value: int) -> None:
+        self._view.ints["num_active"][self.row] = value
+
+    @property
+    def active_tokens(self) -> int:
+        return int(self._view.ints["active_tokens"][self.row])
+
+    @active_tokens.setter
+    def active_tokens(self, value: int) -> None:
+        self._view.ints["active_tokens"][self.row] = value
+
+    @property
+    def num_placed(self) -> int:
+        return int(self._view.ints["num_placed"][self.row])
+
+    @num_placed.setter
+    def num_placed(self, value: int) -> None:
+        self._view.ints["num_placed"][self.row] = value
+
+    @property
+    def is_alone(self) -> bool:
+        """Nobody else may be placed there."""
+        return bool(self._view.bools["is_reserved"][self.row])
+
+    @is_alone.setter
+    def is_alone(self, value: bool) -> None:
+        self._view.bools["is_reserved"][self.row] = value
+
+    @property
+    def is_decode(self) -> bool:
+        return self.role is Role.DECODE
+
+    @property
+    def is_aside(self) -> bool:
+        return bool(self._view.bools["is_aside"][self.row])
 
     @property
     def worker_id(self) -> str:
@@ -59,7 +118,15 @@ class Members:
 
     def __init__(self, router_id: str, sizes: TextSizes, index: PrefixIndex, silence_s: float = SILENCE_S):
         self._router_id, self._sizes, self._index, self._silence_s = router_id, sizes, index, silence_s
+        self.life = secrets.token_hex(8)
+        """By which workers tell this router from others, and from what it was before."""
+        self.view = WorkerView()
+        self.expected = ExpectedBlocks()
+        self.counters: Counter[str] = Counter()
+        self._outliers = {role: Outliers() for role in Role}
         self._members: dict[str, Member] = {}
+        self._rows: dict[str, int] = {}
+        self._by_row: dict[int, Member] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.on_joined: Callable[[Member], None] = lambda member: None
         self.on_lost: Callable[[Member], None] = lambda member: None
@@ -71,6 +138,43 @@ class Members:
 
     def of(self, role: Role) -> list[Member]:
         return [member for member in self._members.values() if member.role is role]
+
+    async def tidy(self) -> None:
+        """Sweeps the index of workers that have left, and sets slow ones aside; until cancelled."""
+        next_judging_s = 0.0
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S if self._index.is_sweeping else JUDGE_INTERVAL_S)
+            row = self._index.sweep()
+            if row is not None:
+                self.expected.forget(row)
+                self.view.free_row(row)
+            now = asyncio.get_running_loop().time()
+            if now >= next_judging_s:
+                next_judging_s = now + JUDGE_INTERVAL_S
+                self.judge(now)
+
+    def judge(self, now: float) -> None:
+        """Sets aside the slow ones of each pool."""
+        for role, outliers in self._outliers.items():
+            members = self.of(role)
+            fresh = {member.worker_id for member in members if member.progress.step != member.judged_step}
+            aside = outliers.judge(_same_work(members), fresh, now)
+            for member in members:
+                member.judged_step = member.progress.step
+                is_aside = member.worker_id in aside
+                if is_aside != member.is_aside:
+                    word = "is much slower than its pool: set aside" if is_aside else "is tried again"
+                    logger.warning("%s %s", member.worker_id, word)
+                    self.counters["set_aside"] += is_aside
+                    self.view.bools["is_aside"][member.row] = is_aside
+                    self.on_change()
+
+    def at_row(self, row: int) -> Member:
+        return self._by_row[row]
+
+    def held(self, keys: list[int], now: float) -> list[Held]:
+        """Who holds how much of a chain, what was placed a moment ago included."""
+        return [*self._index.held(keys), *self.expected.held(keys, now)]
 
     def get(self, worker_id: str) -> Member | None:
         return self._members.get(worker_id)
@@ -116,13 +220,15 @@ class Members:
             logger.warning("refused %s: %s", worker.worker_id, refusal.detail)
             await stream.send(refusal)
             return
-        member = Member(worker)
+        member = Member(worker, self.view)
         self._members[worker.worker_id] = member
+        self._rows[worker.worker_id] = member.row
+        self._by_row[member.row] = member
         task = asyncio.current_task()
         assert task is not None
         self._tasks[worker.worker_id] = task
         try:
-            await stream.send(Welcome(self._router_id))
+            await stream.send(Welcome(self._router_id, self.life))
             logger.info("%s joined as %s", worker.worker_id, worker.role.value)
             self.on_joined(member)
             await self._stay(member, stream)
@@ -149,8 +255,31 @@ class Members:
                 progress = await stream.receive()
             if isinstance(progress, WorkerProgress):
                 member.progress = progress
-                self._index.update(member.worker_id, progress.sealed_block_ids, progress.evicted_block_ids)
+                self.view.progressed(member.row, progress, self._rows, asyncio.get_running_loop().time())
+                if not self._take_events(member, progress):
+                    logger.warning("%s: block events are missing; asking for all of them", member.worker_id)
+                    self.counters["snapshots_asked"] += 1
+                    await stream.send(SnapshotWanted())
                 self.on_change()
+
+    def _take_events(self, member: Member, progress: WorkerProgress) -> bool:
+        """False: some are missing. What came since the last whole picture stays: it is a hint."""
+        num_events = len(progress.sealed_block_ids) + len(progress.evicted_block_ids)
+        if progress.is_snapshot:
+            if member.next_event is not None:
+                self._index.remove_all(member.row)
+            member.next_event = progress.first_event
+        elif member.next_event is None:
+            return True  # the snapshot is on its way
+        elif progress.first_event != member.next_event:
+            member.next_event = None
+            return False
+        member.next_event = progress.first_event + num_events
+        self._index.add(member.row, progress.sealed_block_ids)
+        self._index.remove(member.row, progress.evicted_block_ids)
+        self.expected.remove(member.row, progress.evicted_block_ids)
+        self.counters["block_events"] += num_events
+        return True
 
     async def _beat(self, stream: Stream[JoinDown, JoinUp]) -> None:
         while True:
@@ -161,8 +290,11 @@ class Members:
         if self._members.get(member.worker_id) is member:
             del self._members[member.worker_id]
             del self._tasks[member.worker_id]
-            self._index.forget(member.worker_id)
+            del self._rows[member.worker_id]
+            self.view.close_row(member.row)
+            self._index.retire(member.row)
             self.on_lost(member)
+            del self._by_row[member.row]
             self.on_change()
 
 
@@ -172,3 +304,18 @@ def _differs(field_name: str, theirs: object, ours: object, whose: str) -> Refus
         "weights, block size and version"
     )
     return Refusal(field_name, detail)
+
+
+def _same_work(members: list[Member]) -> dict[str, float]:
+    """Seconds for the same work, by worker: what most of the pool have been measured at."""
+    of_each = {
+        member.worker_id: dict(member.progress.step_s)
+        if member.role is Role.DECODE
+        else {size: 1 / rate for size, rate in member.progress.tokens_per_s.items() if rate > 0}
+        for member in members
+    }
+    counts = Counter(size for known in of_each.values() for size in known)
+    if not counts:
+        return {}
+    size = max(counts, key=lambda size: (counts[size], -size))
+    return {name: known[size] for name, known in of_each.items() if size in known}

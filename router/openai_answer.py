@@ -43,6 +43,7 @@ def numbers_of(summary: Summary) -> dict[str, Any]:
         "fetched_bytes": summary.fetched_bytes,
         "attempts": summary.num_attempts,
         "seed": summary.seed,
+        **({} if summary.explanation is None else {"explain": summary.explanation}),
     }
 
 

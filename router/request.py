@@ -1,6 +1,7 @@
 """A request after the front doors: tokens and numbers, checked; the same for HTTP and gRPC."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.messages import Sampling
 
@@ -19,6 +20,10 @@ class GenerationRequest:
     salt: bytes = b""
     priority: int = 0
     timeout_s: float | None = None
+    slo_ttft_s: float | None = None
+    """The time to the first token that the client wants kept; None: as configured."""
+    slo_tpot_s: float | None = None
+    explains: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +41,5 @@ class Summary:
     road: str
     instants_s: dict[str, float]
     seed: int
+    explanation: dict[str, Any] | None = None
+    """Why it was placed where it was, and what came of it; if asked for."""

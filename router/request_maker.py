@@ -7,13 +7,14 @@ prompt and answer may have `limit` tokens in the pools together, and the answer'
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import InvalidRequest, NotFound, NoWorker
 from kvferry.messages import Sampling
 from kvferry.text.model_text import ModelText
 from router.dispatcher import Dispatcher
+from router.idempotency import checked_key, seed_of
 from router.openai_request import MAX_SCORES, Body
 from router.request import GenerationRequest
 
@@ -25,6 +26,48 @@ INLINE_CHARACTERS = 2000
 class Defaults:
     model_name: str
     temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client says beside the body: headers, or the fields of the same meaning."""
+
+    key: str | None = None
+    """Idempotency-Key."""
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    explains: bool = False
+
+    def seed(self, salt: bytes) -> int:
+        """For a request that names none."""
+        return secrets.randbits(63) if self.key is None else seed_of(self.key, salt)
+
+    @staticmethod
+    def of_headers(headers: Mapping[str, str]) -> "Wishes":
+        """Names in lower case. Raises InvalidRequest."""
+        return Wishes(
+            checked_key(headers.get("idempotency-key")),
+            _positive_ms(headers, "x-slo-ttft-ms"),
+            _positive_ms(headers, "x-slo-tpot-ms"),
+            headers.get("x-kvferry-explain", "0").strip().lower() in ("1", "true", "yes"),
+        )
+
+
+NO_WISHES = Wishes()
+
+
+def _positive_ms(headers: Mapping[str, str], name: str) -> float | None:
+    """In seconds."""
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise InvalidRequest(f"{name}: {text[:40]!r} is not a positive number of milliseconds", name)
+    return value / 1000
 
 
 class RequestMaker:
@@ -53,6 +96,7 @@ class RequestMaker:
         param: str,
         salt: bytes,
         limit_name: str = "max_tokens",
+        wishes: Wishes = NO_WISHES,
     ) -> GenerationRequest:
         """Raises InvalidRequest naming `param` (the prompt) or another field, NoWorker while nothing can be judged."""
         limit = self._limit()
@@ -72,16 +116,21 @@ class RequestMaker:
         left = limit + 1 - len(tokens)
         return GenerationRequest(
             prompt_tokens=tuple(tokens),
-            sampling=self._sampling(body, left if max_tokens is None else min(max_tokens, left), max_tokens),
+            sampling=self._sampling(
+                body, left if max_tokens is None else min(max_tokens, left), max_tokens, wishes.seed(salt)
+            ),
             num_choices=body.n or 1,
             stops=body.stops,
             is_stop_included=bool(body.include_stop_str_in_output),
             salt=salt,
             priority=body.priority or 0,
             timeout_s=body.timeout_s,
+            slo_ttft_s=wishes.slo_ttft_s,
+            slo_tpot_s=wishes.slo_tpot_s,
+            explains=wishes.explains,
         )
 
-    def _sampling(self, body: Body, max_tokens: int, asked_tokens: int | None) -> Sampling:
+    def _sampling(self, body: Body, max_tokens: int, asked_tokens: int | None, seed: int) -> Sampling:
         """`max_tokens` is what there is room for; `asked_tokens` what the client asked for."""
         min_tokens = body.min_tokens or 0
         if min_tokens > (max_tokens if asked_tokens is None else asked_tokens):
@@ -94,7 +143,7 @@ class RequestMaker:
             return default if value is None else value
 
         return Sampling(
-            seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
+            seed=seed if body.seed is None else body.seed % 2**64,
             max_tokens=max_tokens,
             temperature=given(body.temperature, self.defaults.temperature),
             top_k=max(body.top_k or 0, 0),

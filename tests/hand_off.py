@@ -17,11 +17,10 @@ from kvferry.kv.road import Inlet, Road, known_roads
 from kvferry.messages import FetchEnd, FetchMeet, FetchOffers, FetchOpen, Frame, Sampling
 from kvferry.worker.settings import WorkerSettings
 from prefill_worker.worker import PrefillWorker
-from router.dispatcher import DispatchLimits
 from router.live import Live, wait_all
-from tests.in_process import BLOCK, Deployment, Node, VirtualExecutor
+from tests.in_process import BLOCK, Deployment, Node, VirtualExecutor, limits_of
 
-FETCH_ALL = DispatchLimits(local_tokens=0)
+FETCH_ALL = limits_of(local_tokens=0)
 ROADS = [known_roads()[name] for name in ("inproc", "shm", "grpc")]
 roads = pytest.mark.parametrize("road", ROADS, ids=lambda road: road.name)
 

@@ -15,13 +15,22 @@ from kvferry.messages import Role, Sampling
 from kvferry.text.model_text import TextSizes
 from kvferry.worker.settings import WorkerSettings
 from prefill_worker.worker import PrefillWorker
+from router.admission import QueueLimits
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.index import PrefixIndex
 from router.live import Live, wait_all
 from router.members import Members
+from router.placer import PlacingRules
 from router.request import GenerationRequest
 
 BLOCK = 16
+
+
+def limits_of(local_tokens: int = 0, max_queued: int = 1024, policy: str = "", **more: Any) -> DispatchLimits:
+    """The router's, with what tests like to set. Who wants every block fetched (0) wants no weighing either."""
+    policy = policy or ("cost" if local_tokens else "least-loaded")
+    slos = {name: more.pop(name) for name in ("slo_ttft_s", "slo_tpot_s") if name in more}
+    return DispatchLimits(QueueLimits(max_queued), placing=PlacingRules(policy, local_tokens, **slos), **more)
 
 
 class VirtualExecutor:
@@ -135,10 +144,9 @@ async def deployment(
     async with asyncio.TaskGroup() as links, asyncio.TaskGroup() as group:
         network = Network(links)
         text = text or NumberText()
-        index = PrefixIndex()
-        members = Members("router", text.sizes, index)
+        members = Members("router", text.sizes, PrefixIndex())
         network.listen("router", members)
-        dispatcher = Dispatcher(text, members, index, network, limits or DispatchLimits())
+        dispatcher = Dispatcher(text, members, network, limits or DispatchLimits())
         running = group.create_task(dispatcher.run())
         deployed = Deployment(network, dispatcher, members, group)
         for name in names:

@@ -6,6 +6,7 @@ import random
 
 from kvferry.kv.block_id import chain, chain_root
 from loadtest.virtual_time import run_virtual
+from router.index import keys_of
 from tests.hand_off import FETCH_ALL, answered, counters, evict_all, prompt_of
 from tests.in_process import BLOCK, deployment
 
@@ -99,7 +100,7 @@ def test_a_tenant_cannot_tell_what_another_asked_by_time_nor_by_usage_and_has_it
                 await ask(secret, b"a")
                 for salt in (b"b", b"", b"a\0", b"A"):
                     ids = chain(d.members.root(salt), secret, BLOCK)
-                    assert not any(d.dispatcher._index.num_held(name, ids) for name in d.nodes)
+                    assert d.members.held(keys_of(ids), asyncio.get_running_loop().time()) == []
                     assert not any(one in d.nodes[name].worker.body.pool for name in d.nodes for one in ids)
                     of_the_secret = await ask(secret, salt)
                     of_another = await ask(prompt_of(600, ("another", number, salt)), salt)

@@ -6,10 +6,9 @@ import pytest
 
 from kvferry.errors import Overloaded
 from loadtest.virtual_time import run_virtual
-from router.dispatcher import DispatchLimits
 from router.live import Live, wait_all
 from tests.hand_off import FETCH_ALL, answered, counters, expected, num_failed_fetches, num_held, prompt_of, tokens_of
-from tests.in_process import BLOCK, deployment
+from tests.in_process import BLOCK, deployment, limits_of
 
 
 @pytest.mark.parametrize("settings", [dict(max_sequences=2), dict(num_slots=60)])
@@ -19,7 +18,7 @@ def test_however_long_requests_wait_for_decode_they_lose_nothing_and_a_decode_wo
     """T007: thirty at once where two can run, for far longer than any lease."""
 
     async def main():
-        limits = DispatchLimits(local_tokens=0, queue_timeout_s=600)
+        limits = limits_of(local_tokens=0, queue_timeout_s=600)
         async with deployment("p1", limits=limits) as d:
             d.start("d1", **settings)
             await d.ready()
@@ -71,7 +70,7 @@ def test_at_half_as_much_again_as_it_can_do_nothing_fails_and_throughput_stays()
 
     async def main():
         step = dict(base_s=0.2, s_per_token=0.001)
-        limits = DispatchLimits(local_tokens=0, max_queued=20)
+        limits = limits_of(local_tokens=0, max_queued=20)
         async with deployment("p1", "d1", limits=limits, step=step, max_sequences=8, step_target_s=2.0) as d:
             now = asyncio.get_running_loop().time
             began = now()

@@ -7,9 +7,8 @@ import pytest
 
 from kvferry.kv.road import known_roads, roads_called
 from loadtest.virtual_time import run_virtual
-from router.dispatcher import DispatchLimits
 from router.live import wait_all
-from tests.in_process import BLOCK, deployment
+from tests.in_process import BLOCK, deployment, limits_of
 from tests.test_in_process import expected
 
 LOCAL = ("inproc", "shm", "grpc")
@@ -27,7 +26,7 @@ def counter(d, worker, name):
 @pytest.mark.parametrize("road", LOCAL)
 def test_every_road_brings_the_same_blocks(road):
     async def main():
-        limits = DispatchLimits(local_tokens=0)
+        limits = limits_of(local_tokens=0)
         async with deployment("p1", "d1", limits=limits, roads=roads_called(road), max_step_tokens=64) as d:
             for length in (1, BLOCK, BLOCK + 1, 5 * BLOCK, 777):
                 prompt = prompt_of(length, (road, length))
@@ -50,7 +49,7 @@ def test_the_best_road_that_both_ends_have_is_taken():
             (None, "shm", "shm"),
             (None, None, next(iter(known_roads()))),
         ):
-            async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+            async with deployment(limits=limits_of(local_tokens=0)) as d:
                 d.start("p1", **({"roads": roads_called(theirs)} if theirs else {}))
                 d.start("d1", **({"roads": roads_called(mine)} if mine else {}))
                 await d.ready("p1", "d1")
@@ -65,7 +64,7 @@ def test_the_best_road_that_both_ends_have_is_taken():
 
 def test_workers_without_a_road_in_common_say_so_and_compute_locally():
     async def main():
-        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment(limits=limits_of(local_tokens=0)) as d:
             d.start("p1", roads=roads_called("grpc"))
             d.start("d1", roads=roads_called("shm"))
             await d.ready("p1", "d1")
@@ -78,7 +77,7 @@ def test_workers_without_a_road_in_common_say_so_and_compute_locally():
 
 def test_a_hot_prefix_goes_from_decode_worker_to_decode_worker_and_is_computed_once():
     async def main():
-        async with deployment("p1", "d1", limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment("p1", "d1", limits=limits_of(local_tokens=0)) as d:
             prompt = prompt_of(20 * BLOCK + 3)
             assert await d.answer(prompt, 4) == expected(prompt, 4)
             busy = d.submit(prompt_of(BLOCK, "busy"), 400)
@@ -99,7 +98,7 @@ def test_a_hot_prefix_goes_from_decode_worker_to_decode_worker_and_is_computed_o
 
 def test_what_decode_generated_is_not_computed_again_in_the_next_turn():
     async def main():
-        limits = DispatchLimits(local_tokens=0)
+        limits = limits_of(local_tokens=0)
         async with deployment("p1", "p2", "d1", limits=limits) as d:
             first = prompt_of(10 * BLOCK)
             answer = await d.answer(first, 6 * BLOCK)
@@ -122,7 +121,7 @@ def test_what_decode_generated_is_not_computed_again_in_the_next_turn():
 @pytest.mark.parametrize("max_warm", [4, 0])
 def test_a_request_without_room_has_its_prompt_computed_meanwhile(max_warm):
     async def main():
-        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment(limits=limits_of(local_tokens=0)) as d:
             d.start("p1", num_slots=200)
             d.start("d1", num_slots=40, max_warm=max_warm)
             await d.ready("p1", "d1")

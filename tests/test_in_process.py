@@ -15,9 +15,8 @@ from kvferry.engine.plan import NON_FINITE, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Sampling
 from loadtest.virtual_time import run_virtual
-from router.dispatcher import DispatchLimits
 from router.live import LiveState, wait_all
-from tests.in_process import BLOCK, deployment
+from tests.in_process import BLOCK, deployment, limits_of
 
 LENGTHS = sorted({1, BLOCK - 1, BLOCK + 1, *(k * BLOCK for k in range(1, 21)), 2 * BLOCK - 1, 2 * BLOCK + 1, 1000})
 
@@ -35,7 +34,7 @@ def expected(prompt: list[int], max_tokens: int, seed: int = 0) -> list[int]:
 
 def test_every_length_around_a_blocks_edge_is_exact_and_moves_the_whole_blocks_before_the_tail():
     async def main():
-        async with deployment("p1", "d1", limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment("p1", "d1", limits=limits_of(local_tokens=0)) as d:
             for length in LENGTHS:
                 for max_tokens in (1, 2, BLOCK + 1):
                     prompt = prompt_of(length, (length, max_tokens))
@@ -311,7 +310,7 @@ def test_a_request_too_long_to_compute_locally_is_handed_back_and_placed_again()
             prompt = prompt_of(800)
             live = d.submit(prompt, 8)
             await asyncio.sleep(0.2)
-            for name in list(live.source_ids):
+            for name in ("p1", "p2"):
                 d.network.freeze(name)
             await wait_all([live])
             assert live.journal.choices[0].tokens == expected(prompt, 8)
@@ -499,7 +498,7 @@ def test_deadlines_end_requests_wherever_they_are():
 
 def test_the_queue_is_bounded_and_its_wait_too():
     async def main():
-        limits = DispatchLimits(max_queued=3, queue_timeout_s=2)
+        limits = limits_of(16, max_queued=3, queue_timeout_s=2)
         async with deployment("p1", "d1", num_slots=60, limits=limits, step=dict(base_s=0.2)) as d:
             d.submit(prompt_of(600, "a"), 300)
             waiting = [d.submit(prompt_of(600, k), 300) for k in range(3)]
@@ -601,7 +600,7 @@ def test_a_request_that_only_a_lost_worker_could_hold_does_not_hold_up_the_other
 
 def test_a_reader_that_leaves_while_its_chain_reads_from_a_holder_harms_nobody():
     async def main():
-        async with deployment("p1", "d1", "d2", limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment("p1", "d1", "d2", limits=limits_of(local_tokens=0)) as d:
             first = prompt_of(300)
             for _ in range(8):
                 live = d.submit([*first, *prompt_of(40, random.random())], 30)
@@ -783,7 +782,7 @@ def test_with_a_window_only_the_blocks_that_are_still_seen_travel(window):
         def engine():
             return fake_engine(200, BLOCK, window=window)
 
-        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment(limits=limits_of(local_tokens=0)) as d:
             for name in ("p1", "d1"):
                 d.start(name, engine=engine())
             await d.ready("p1", "d1")
@@ -802,7 +801,7 @@ def test_with_a_window_only_the_blocks_that_are_still_seen_travel(window):
 
 def test_with_a_window_a_fetch_starts_at_the_first_block_that_is_seen():
     async def main():
-        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment(limits=limits_of(local_tokens=0)) as d:
             for name in ("p1", "d1"):
                 d.start(name, engine=fake_engine(200, BLOCK, window=40))
             await d.ready("p1", "d1")
@@ -818,7 +817,7 @@ def test_with_a_window_a_fetch_starts_at_the_first_block_that_is_seen():
 
 def test_with_a_window_what_no_source_brings_is_computed_from_the_beginning():
     async def main():
-        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment(limits=limits_of(local_tokens=0)) as d:
             for name in ("p1", "d1"):
                 d.start(name, engine=fake_engine(200, BLOCK, window=40), max_local_tokens=4000)
             await d.ready("p1", "d1")
@@ -856,7 +855,7 @@ def test_logits_that_are_not_finite_end_their_request_alone_with_an_error_and_a_
 
     async def main():
         engine = fake_engine(400, BLOCK)
-        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment(limits=limits_of(local_tokens=0)) as d:
             d.start("d1", engine=replace(engine, runner=FaultyRunner(engine.runner)))
             await d.ready("d1")
             good = [d.submit(prompt_of(40 + k, ("calm", k)), 30) for k in range(8)]

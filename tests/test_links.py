@@ -28,6 +28,7 @@ LOGPROBS = st.lists(
     ),
     max_size=3,
 ).map(tuple)
+RATES = st.dictionaries(U32, st.floats(0, 1e12), max_size=3)
 MICRO = st.none() | st.integers(0, 10**9).map(lambda us: us / 1e6)
 CASES = {
     "fetch_up": st.builds(m.FetchAck, U32)
@@ -41,10 +42,10 @@ CASES = {
                                                             max_size=3).map(tuple))
     | st.builds(m.FetchEnd, st.sampled_from(m.FetchEndReason), U32, st.text(max_size=9))
     | st.builds(m.FetchProgress, U64, st.sampled_from(m.FetchState), U32),
-    "router_message": st.just(m.Beat())
+    "router_message": st.builds(m.Beat, router_life=st.text(max_size=5))
     | st.builds(m.RequestCancel, U64, U32, TOKENS)
     | st.builds(m.RequestOpen, U64, U32, TOKENS, st.lists(st.builds(m.ChoiceStart, U32, TOKENS), max_size=3).map(tuple),
-                SAMPLING, st.binary(max_size=9), SOURCES, SOURCES, st.integers(-9, 9), SECONDS),
+                SAMPLING, st.binary(max_size=9), SOURCES, SOURCES, st.integers(-9, 9), SECONDS, U32),
     "decode_message": st.builds(m.Beat, U64)
     | st.builds(m.StepOutput, U64, st.lists(st.builds(m.NewTokens, U64, U32, U32, U32, TOKENS, LOGPROBS),
                                                    max_size=3).map(tuple),
@@ -52,13 +53,15 @@ CASES = {
                 st.lists(st.builds(m.StartReport, U64, U32, MICRO, MICRO, MICRO, MICRO, MICRO, U32, U32, U32, U32, U32, U64,
                                    st.text(max_size=5), st.text(max_size=5)), max_size=2).map(tuple),
                 st.lists(st.builds(m.ChoiceEnd, U64, U32, U32, st.sampled_from(m.ChoiceEndReason), st.text(max_size=5),
-                                   st.lists(st.text(max_size=4), max_size=2).map(tuple)), max_size=2).map(tuple)),
+                                   st.lists(st.text(max_size=4), max_size=2).map(tuple)), max_size=2).map(tuple),
+                st.lists(U64, max_size=3).map(tuple)),
     "join_up": st.builds(m.WorkerDescription, *[st.text(max_size=5)] * 2, st.sampled_from(m.Role), *[st.text(max_size=5)] * 4,
-                         U32, U64, U64, U32, U32, U32, U32, U32, st.floats(0, 1e12), st.floats(0, 1e12), U32)
+                         U32, U64, U64, U32, U32, U32, U32, U32, st.floats(0, 1e12), st.floats(0, 1e12), st.text(max_size=5), U32)
     | st.builds(m.WorkerProgress, U64, U32, U32, U32, U32, st.builds(m.SlotCounts, U64, U64, U64, U64),
                 st.dictionaries(st.text(max_size=5), U64, max_size=3), st.lists(IDS, max_size=3).map(tuple),
-                st.lists(IDS, max_size=3).map(tuple), st.floats(0, 1e12), st.floats(0, 1e12)),
-    "join_down": st.builds(m.Welcome, st.text(max_size=5)) | st.builds(m.Refusal, st.text(max_size=5), st.text(max_size=5))
+                st.lists(IDS, max_size=3).map(tuple), U64, st.booleans(), st.floats(0, 1e12), st.floats(0, 1e12), U64, U64, U32,
+                U64, RATES, RATES, st.dictionaries(st.text(max_size=5), st.floats(0, 1e12), max_size=3), st.booleans()),
+    "join_down": st.just(m.SnapshotWanted()) | st.builds(m.Welcome, st.text(max_size=5), st.text(max_size=5)) | st.builds(m.Refusal, st.text(max_size=5), st.text(max_size=5))
     | st.just(m.Beat()),
 }  # fmt: skip
 
@@ -72,7 +75,12 @@ def test_what_is_sent_is_what_arrives(kind):
         wire = to_wire(value)
         back = from_wire(type(wire).FromString(wire.SerializeToString()))
         if isinstance(value, m.StepOutput):
-            assert (back.step, back.tokens, back.ends) == (value.step, value.tokens, value.ends)
+            assert (back.step, back.tokens, back.ends, back.begun) == (
+                value.step,
+                value.tokens,
+                value.ends,
+                value.begun,
+            )
             assert back.prompt_logprobs == value.prompt_logprobs
             for one, two in zip(back.starts, value.starts, strict=True):
                 assert one.first_token_s == pytest.approx(two.first_token_s, abs=2e-6)

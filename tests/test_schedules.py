@@ -43,9 +43,8 @@ from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.settings import WorkerSettings
 from loadtest.virtual_time import run_virtual
 from prefill_worker.worker import PrefillWorker
-from router.dispatcher import DispatchLimits
 from router.live import Live, LiveState, wait_all
-from tests.in_process import BLOCK, Deployment, Node, VirtualExecutor, deployment
+from tests.in_process import BLOCK, Deployment, Node, VirtualExecutor, deployment, limits_of
 
 NUM_SCHEDULES, SCHEDULES_PER_CASE = 1000, 100
 LIMIT_S = 60.0
@@ -122,7 +121,8 @@ class Schedule:
             return ask.timeout_s is not None or self.is_orphaned
         if isinstance(error, EngineFailure):
             return OUT_OF_LUCK in error.message and self.has("fail", "d")
-        return isinstance(error, NoWorker) and self.is_orphaned
+        is_out_of_retries = isinstance(error, NoWorker) and "too many placements fail" in error.message
+        return (is_out_of_retries and bool(self.faults)) or (isinstance(error, NoWorker) and self.is_orphaned)
 
     def has(self, kind: str, role: str = "") -> bool:
         return any(fault.kind == kind and fault.name.startswith(role) for fault in self.faults)
@@ -406,7 +406,7 @@ class Run:
 
 def carry_out(schedule: Schedule) -> Counter[str]:
     async def main() -> Counter[str]:
-        limits = DispatchLimits(queue_timeout_s=LIMIT_S, request_timeout_s=LIMIT_S, local_tokens=schedule.local_tokens)
+        limits = limits_of(queue_timeout_s=LIMIT_S, request_timeout_s=LIMIT_S, local_tokens=schedule.local_tokens)
         async with deployment(limits=limits) as d:
             run = Run(d, schedule)
             await run.to_the_end()
@@ -547,7 +547,7 @@ def test_two_answers_that_each_need_the_room_of_the_other_both_end(num_slots):
     """Of the decode worker's pool; the prefill worker's has room for one of the two chains."""
 
     async def main(between_s: float) -> int:
-        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment(limits=limits_of(local_tokens=0)) as d:
             join(d, "p1", num_slots=2)
             join(d, "d1", num_slots=num_slots)
             await d.ready()
@@ -723,7 +723,7 @@ def test_prefill_workers_that_name_each_other_as_holders_of_what_nobody_has_comp
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 def test_a_reader_that_stalls_has_two_frames_and_its_source_serves_all_others(road, num_read):
     async def main() -> None:
-        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment(limits=limits_of(local_tokens=0)) as d:
             source = join(d, "p1", num_slots=40, roads=small_frames(2, road)).worker.body.pool
             join(d, "d1", num_slots=100, roads=small_frames(2, road))
             await d.ready()
@@ -783,7 +783,7 @@ def test_a_source_that_stalls_costs_no_token_and_no_other_stream_waits(fault, at
     async def main() -> None:
         settings = dict(roads=small_frames(2), max_step_tokens=2 * BLOCK)
         budgets = FetchBudgets(computing_s=5.0)
-        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment(limits=limits_of(local_tokens=0)) as d:
             for name in ("p1", "p2"):
                 join(d, name, num_slots=33, **settings)
             join(d, "d1", num_slots=80, max_local_tokens=0, budgets=budgets, **settings)
@@ -930,7 +930,7 @@ def test_a_second_turn_is_computed_from_its_first_new_block_on_wherever_it_lands
 @pytest.mark.parametrize("is_other_decode", [False, True])
 def test_a_second_turn_that_the_router_places_is_computed_from_its_first_new_block_on(is_other_source, is_other_decode):
     async def main() -> None:
-        async with deployment(limits=DispatchLimits(local_tokens=0)) as d:
+        async with deployment(limits=limits_of(local_tokens=0)) as d:
             for name in ("p1", "d1"):
                 join(d, name, num_slots=100)
             await d.ready()

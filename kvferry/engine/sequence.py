@@ -8,6 +8,8 @@ from kvferry.kv.block_id import extend_chain, num_whole_blocks_before_tail
 from kvferry.kv.pool import BlockPool, Hold
 
 PADDING_SLOT = 0
+ANNOUNCED_EVERY = 8
+"""Of a chain's blocks, routers are told of every so many, and of the last."""
 
 
 class Sequence:
@@ -25,6 +27,8 @@ class Sequence:
         """The first ones, which no position from the tail on sees: they have the padding slot."""
         self.window = window
         self.block_ids = extend_chain([], root, tokens, block_size)
+        self._num_first_blocks = len(self.block_ids)  # of what it began with: a prompt's
+        self._num_announced = 0
         self._pool = pool
         self._hold: Hold | None = None
 
@@ -118,12 +122,28 @@ class Sequence:
         for k in range(first, last):
             self.slots[k] = self.hold.seal(self.slots[k], self.block_ids[k], self.parent_of(k))
         self.num_computed = target
+        self._announce(min(last, self._num_first_blocks))
         return last - first
 
     def received(self, slot: int) -> None:
         """A slot of the hold was filled with the next whole block, checked, by a fetch."""
         k = self.num_sealed_blocks
         self._append_sealed(self.hold.seal(slot, self.block_ids[k], self.parent_of(k)))
+        self._announce(min(k + 1, self._num_first_blocks))
+
+    def _announce(self, num_blocks: int) -> None:
+        """Of the first `num_blocks`, which are sealed: every eighth, and the last one of what the sequence began with."""
+        for k in range(self._num_announced, num_blocks):
+            if (k + 1) % ANNOUNCED_EVERY == 0 or k + 1 == self._num_first_blocks:
+                self._pool.announce(self.block_ids[k])
+        self._num_announced = max(self._num_announced, num_blocks)
+
+    def _announce_all(self) -> None:
+        """It ends: what it generated may be a later prompt's beginning."""
+        num_blocks = min(self.num_sealed_blocks, len(self.block_ids))
+        self._announce(num_blocks)
+        if num_blocks:
+            self._pool.announce(self.block_ids[num_blocks - 1])
 
     def parent_of(self, k: int) -> bytes:
         return self.block_ids[k - 1] if k else self.root
@@ -136,6 +156,7 @@ class Sequence:
     def stop(self) -> None:
         """Gives up everything in the pool; tokens stay. What was sealed remains there as cache. Idempotent."""
         if self._hold is not None:
+            self._announce_all()
             self._hold.close()
             self._hold = None
         self.slots = []

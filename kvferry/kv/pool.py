@@ -39,6 +39,7 @@ class _Slot:
     seal_number: int = 0
     block_id: bytes = b""
     parent_id: bytes = b""
+    is_announced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,20 @@ class PoolAudit:
 
 
 class PoolWatch:
-    """What was sealed and evicted since the last `take`; the first one has everything that is sealed.
+    """What was announced, and evicted after it had been, since the last `take`; the first one has all that is announced.
 
     An id is in at most one of the two: the last thing that happened to it counts. An evicted one may never have been told.
     """
 
     def __init__(self, pool: "BlockPool"):
         self._pool = pool
-        self.sealed: set[bytes] = set(pool.sealed_block_ids())
+        self.sealed: set[bytes] = set()
         self.evicted: set[bytes] = set()
+        self.start_again()
+
+    def start_again(self) -> None:
+        """The next `take` has everything."""
+        self.sealed, self.evicted = set(self._pool.announced_block_ids()), set()
 
     def take(self) -> tuple[set[bytes], set[bytes]]:
         """(sealed, evicted): no id is in both."""
@@ -131,6 +137,19 @@ class BlockPool:
 
     def sealed_block_ids(self) -> Iterator[bytes]:
         return iter(self._index)
+
+    def announced_block_ids(self) -> Iterator[bytes]:
+        return (slot.block_id for slot in self._slots if slot.is_announced)
+
+    def announce(self, block_id: bytes) -> None:
+        """Others shall know that this block is here, if it is. Idempotent."""
+        number = self._index.get(block_id)
+        if number is None or self._slots[number].is_announced:
+            return
+        self._slots[number].is_announced = True
+        for watch in self._watches:
+            watch.evicted.discard(block_id)
+            watch.sealed.add(block_id)
 
     def watch(self) -> PoolWatch:
         """To be closed by who opened it."""
@@ -244,9 +263,6 @@ class BlockPool:
         slot.block_id, slot.parent_id, slot.num_references = block_id, parent_id, 1
         self._index[block_id] = number
         self._num_children[parent_id] += 1
-        for watch in self._watches:
-            watch.evicted.discard(block_id)
-            watch.sealed.add(block_id)
         return number
 
     def _evict_one(self) -> None:
@@ -268,9 +284,11 @@ class BlockPool:
             parent = self._index.get(slot.parent_id)
             if parent is not None:
                 self._offer_for_eviction(parent)
-        for watch in self._watches:
-            watch.sealed.discard(slot.block_id)
-            watch.evicted.add(slot.block_id)
+        if slot.is_announced:
+            slot.is_announced = False
+            for watch in self._watches:
+                watch.sealed.discard(slot.block_id)
+                watch.evicted.add(slot.block_id)
         slot.block_id = slot.parent_id = b""
         self._free.append(number)
 

@@ -206,7 +206,9 @@ def _logprobs_from_wire(wires: Iterable[common_pb2.PlaceLogprobs]) -> tuple[m.To
 
 def router_message_to_wire(value: m.RouterMessage) -> decode_pb2.AttachRequest:
     if isinstance(value, m.Beat):
-        return decode_pb2.AttachRequest(beat=decode_pb2.RouterBeat(protocol_version=value.protocol_version))
+        return decode_pb2.AttachRequest(
+            beat=decode_pb2.RouterBeat(protocol_version=value.protocol_version, router_life=value.router_life)
+        )
     if isinstance(value, m.RequestCancel):
         cancel = decode_pb2.RequestCancel(request_number=value.number, attempt=value.attempt, choices=value.choices)
         return decode_pb2.AttachRequest(cancel=cancel)
@@ -221,6 +223,7 @@ def router_message_to_wire(value: m.RouterMessage) -> decode_pb2.AttachRequest:
         holders=_sources_to_wire(value.holders),
         priority=value.priority,
         time_left_ms=_ms(value.time_left_s),
+        local_tokens=value.local_tokens,
     )
     return decode_pb2.AttachRequest(open=opening)
 
@@ -228,7 +231,7 @@ def router_message_to_wire(value: m.RouterMessage) -> decode_pb2.AttachRequest:
 def router_message_from_wire(wire: decode_pb2.AttachRequest) -> m.RouterMessage:
     name = _one_of(wire)
     if name == "beat":
-        return m.Beat(protocol_version=wire.beat.protocol_version)
+        return m.Beat(protocol_version=wire.beat.protocol_version, router_life=wire.beat.router_life)
     if name == "cancel":
         return m.RequestCancel(wire.cancel.request_number, wire.cancel.attempt, tuple(wire.cancel.choices))
     opening = wire.open
@@ -243,6 +246,7 @@ def router_message_from_wire(wire: decode_pb2.AttachRequest) -> m.RouterMessage:
         holders=_sources_from_wire(opening.holders),
         priority=opening.priority,
         time_left_s=_seconds(opening.time_left_ms),
+        local_tokens=opening.local_tokens,
     )
 
 
@@ -329,7 +333,9 @@ def decode_message_to_wire(value: m.DecodeMessage) -> decode_pb2.AttachResponse:
         )
         for p in value.prompt_logprobs
     ]
-    step = decode_pb2.StepOutput(step=value.step, tokens=tokens, starts=starts, ends=ends, prompt_logprobs=prompts)
+    step = decode_pb2.StepOutput(
+        step=value.step, tokens=tokens, starts=starts, ends=ends, prompt_logprobs=prompts, begun=value.begun
+    )
     return decode_pb2.AttachResponse(step=step)
 
 
@@ -355,6 +361,7 @@ def decode_message_from_wire(wire: decode_pb2.AttachResponse) -> m.DecodeMessage
         ),
         starts=tuple(_start_from_wire(start) for start in wire.step.starts),
         ends=tuple(_end_from_wire(end) for end in wire.step.ends),
+        begun=tuple(wire.step.begun),
     )
 
 
@@ -378,8 +385,25 @@ DESCRIPTION = (
     "num_threads",
     "ceiling_flops_per_s",
     "ceiling_bytes_per_s",
+    "previous_end",
 )
-LOAD = ("step", "num_waiting", "num_fetching", "num_running", "num_serving", "flops_per_s", "bytes_per_s")
+LOAD = (
+    "step",
+    "num_waiting",
+    "num_fetching",
+    "num_running",
+    "num_serving",
+    "flops_per_s",
+    "bytes_per_s",
+    "first_event",
+    "is_snapshot",
+    "kv_tokens",
+    "waiting_tokens",
+    "your_sequences",
+    "your_kv_tokens",
+    "is_draining",
+)
+RATES = ("step_s", "tokens_per_s", "link_bytes_per_s")
 SLOTS = ("num_free", "num_filling", "num_live", "num_cached")
 
 
@@ -394,7 +418,7 @@ def join_up_to_wire(value: m.JoinUp) -> registry_pb2.JoinRequest:
         role: Any = _enum_to_wire("WORKER_ROLE", value.role)
         fields: dict[str, Any] = {name: getattr(value, name) for name in DESCRIPTION}
         return registry_pb2.JoinRequest(worker=registry_pb2.WorkerDescription(role=role, **fields))
-    load: dict[str, Any] = {name: getattr(value, name) for name in LOAD}
+    load: dict[str, Any] = {name: getattr(value, name) for name in (*LOAD, *RATES)}
     progress = registry_pb2.WorkerProgress(
         slots=registry_pb2.SlotCounts(**{name: getattr(value.slots, name) for name in SLOTS}),
         counters=value.counters,
@@ -416,22 +440,31 @@ def join_up_from_wire(wire: registry_pb2.JoinRequest) -> m.JoinUp:
         sealed_block_ids=_ids_from_wire(progress.sealed_block_ids, "sealed_block_ids"),
         evicted_block_ids=_ids_from_wire(progress.evicted_block_ids, "evicted_block_ids"),
         **{name: getattr(progress, name) for name in LOAD},
+        step_s=dict(progress.step_s),
+        tokens_per_s=dict(progress.tokens_per_s),
+        link_bytes_per_s=dict(progress.link_bytes_per_s),
     )
 
 
 def join_down_to_wire(value: m.JoinDown) -> registry_pb2.JoinResponse:
     if isinstance(value, m.Welcome):
-        return registry_pb2.JoinResponse(welcome=registry_pb2.Welcome(router_id=value.router_id))
+        return registry_pb2.JoinResponse(
+            welcome=registry_pb2.Welcome(router_id=value.router_id, router_life=value.router_life)
+        )
     if isinstance(value, m.Refusal):
         refusal = registry_pb2.Refusal(field=value.field, detail=value.detail)
         return registry_pb2.JoinResponse(refusal=refusal)
+    if isinstance(value, m.SnapshotWanted):
+        return registry_pb2.JoinResponse(snapshot_wanted=registry_pb2.SnapshotWanted())
     return registry_pb2.JoinResponse(beat=registry_pb2.RegistryBeat())
 
 
 def join_down_from_wire(wire: registry_pb2.JoinResponse) -> m.JoinDown:
     name = _one_of(wire)
     if name == "welcome":
-        return m.Welcome(wire.welcome.router_id)
+        return m.Welcome(wire.welcome.router_id, wire.welcome.router_life)
+    if name == "snapshot_wanted":
+        return m.SnapshotWanted()
     if name == "refusal":
         return m.Refusal(wire.refusal.field, wire.refusal.detail)
     return m.Beat()

@@ -6,6 +6,7 @@ A role adds its scheduler and its service. `run` runs it all until it is cancell
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
+from typing import Any
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.plan import Scheduler
@@ -16,6 +17,7 @@ from kvferry.worker.counters import Counters
 from kvferry.worker.loop import EngineLoop, Executor
 from kvferry.worker.meeting import Meetings
 from kvferry.worker.member import Membership
+from kvferry.worker.rates import MeasuredRates
 from kvferry.worker.reader import BlockReader
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.source import BlockSource, Computer, SourceIdentity
@@ -26,6 +28,8 @@ class WorkerBody:
         self.role, self.engine, self.settings = role, engine, settings
         self.identity = engine.identity
         self.counters = Counters()
+        self.rates = MeasuredRates()
+        self.is_draining = False
         self.pool = BlockPool(engine.num_slots)
         meetings = Meetings(
             dialer,
@@ -34,8 +38,9 @@ class WorkerBody:
             self.identity.model_id,
             self.identity.fidelity,
             settings.silence_s,
+            self.rates,
         )
-        self.reader = BlockReader(dialer, engine.memory, meetings, self.counters, settings.budgets)
+        self.reader = BlockReader(dialer, engine.memory, meetings, self.counters, settings.budgets, self.rates)
         self._executor, self._dialer = executor, dialer
         self.on_joined: Callable[[], None] = lambda: None
         """Called whenever a router has taken this worker in."""
@@ -48,7 +53,22 @@ class WorkerBody:
         )
 
     def loop_for(self, scheduler: Scheduler) -> EngineLoop:
-        return EngineLoop(scheduler, self._executor, self.pool, self.counters, self.engine.costs)
+        return EngineLoop(scheduler, self._executor, self.pool, self.counters, self.engine.costs, self.rates)
+
+    def progress(self, loop: EngineLoop, **more: Any) -> WorkerProgress:
+        """What both roles say of themselves; `more` is the role's own."""
+        return WorkerProgress(
+            step=loop.step,
+            slots=self.pool.counts,
+            counters=dict(self.counters.values),
+            flops_per_s=loop.throughput.flops_per_s,
+            bytes_per_s=loop.throughput.bytes_per_s,
+            step_s=dict(self.rates.step_s),
+            tokens_per_s=dict(self.rates.tokens_per_s),
+            link_bytes_per_s=dict(self.rates.link_bytes_per_s),
+            is_draining=self.is_draining,
+            **more,
+        )
 
     @property
     def description(self) -> WorkerDescription:
@@ -71,10 +91,11 @@ class WorkerBody:
             num_threads=settings.num_threads,
             ceiling_flops_per_s=settings.ceilings.flops_per_s,
             ceiling_bytes_per_s=settings.ceilings.bytes_per_s,
+            previous_end=settings.previous_end,
         )
 
     async def run(
-        self, loop: EngineLoop, load: Callable[[], WorkerProgress], services: list[Coroutine[None, None, None]]
+        self, loop: EngineLoop, load: Callable[[str], WorkerProgress], services: list[Coroutine[None, None, None]]
     ) -> None:
         """Raises JoinRefused; otherwise until cancelled."""
         async with asyncio.TaskGroup() as group:

@@ -18,6 +18,7 @@ from kvferry.engine.plan import NON_FINITE, Plan, Runner, Scheduler, StepResult
 from kvferry.engine.roofline import StepCosts, Throughput
 from kvferry.kv.pool import BlockPool
 from kvferry.worker.counters import Counters
+from kvferry.worker.rates import MeasuredRates
 from kvferry.worker.step_line import StepLine
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,16 @@ class ThreadExecutor:
 class EngineLoop:
     """Owns the inbox, the step counter and the knowledge of whether the engine advances."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, pool: BlockPool, counters: Counters, costs: StepCosts):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        pool: BlockPool,
+        counters: Counters,
+        costs: StepCosts,
+        rates: MeasuredRates | None = None,
+    ):
+        self._rates = rates or MeasuredRates()
         self._scheduler, self._executor, self._pool, self._counters = scheduler, executor, pool, counters
         self._costs, self.throughput = costs, Throughput()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -182,6 +192,7 @@ class EngineLoop:
             logger.debug("%s", StepLine(plan.step, len(plan.chunks), plan.num_tokens, began, duration_s))
         if not result.failures:
             self._times.measured(plan.num_tokens, duration_s)
+            self._rates.stepped(plan, duration_s)
             work = self._costs.of_plan(plan)
             self.throughput.stepped(work, duration_s)
             self._counters.add("step_flops", int(work.flops))

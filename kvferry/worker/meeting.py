@@ -28,6 +28,7 @@ from kvferry.messages import (
     Source,
 )
 from kvferry.streams import Dialer, Stream, StreamEnded
+from kvferry.worker.rates import MeasuredRates
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ class Meetings:
         model_id: str,
         fidelity: str,
         silence_s: float,
+        rates: MeasuredRates | None = None,
     ):
+        self._rates = rates or MeasuredRates()
         self._dialer, self._format, self._roads, self._silence_s = dialer, block_format, roads, silence_s
         self._greeting = FetchMeet(model_id, fidelity)
         self._meetings: dict[str, Meeting] = {}
@@ -152,6 +155,7 @@ class Meetings:
             except (RoadFailed, BadFrame) as failed:
                 why_not.append(f"{road.name}: {failed.message}")
                 continue
+            self._rates.probed(source.worker_id, rate)
             reasons = f" ({'; '.join(why_not)})" if why_not else ""
             logger.info("blocks of %s come over %s, %.2f GB/s%s", source.worker_id, road.name, rate / 1e9, reasons)
             until_s = min((until for name, until in barred.items() if name != road.name), default=float("inf"))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from kvferry.errors import JoinRefused
 from kvferry.kv.pool import BlockPool, PoolWatch
-from kvferry.messages import JoinDown, JoinUp, Refusal, Welcome, WorkerDescription, WorkerProgress
+from kvferry.messages import JoinDown, JoinUp, Refusal, SnapshotWanted, Welcome, WorkerDescription, WorkerProgress
 from kvferry.racing import until_first
 from kvferry.streams import Dialer, Stream, StreamEnded
 from kvferry.worker.loop import EngineLoop
@@ -25,7 +25,7 @@ RETRY_S = 0.5
 
 
 class Membership:
-    """One worker's membership of one router. `load` reads the worker's progress without block ids."""
+    """One worker's membership of one router. `load` reads the worker's progress, as that router sees it, without block ids."""
 
     def __init__(
         self,
@@ -34,13 +34,16 @@ class Membership:
         description: WorkerDescription,
         loop: EngineLoop,
         pool: BlockPool,
-        load: Callable[[], WorkerProgress],
+        load: Callable[[str], WorkerProgress],
         silence_s: float = SILENCE_S,
         on_joined: Callable[[], None] = lambda: None,
     ):
         self._dialer, self._router_address, self._description = dialer, router_address, description
         self._loop, self._pool, self._load, self._silence_s = loop, pool, load, silence_s
         self._on_joined = on_joined
+        self._router_life = ""
+        self._next_event = 0
+        self._wants_snapshot = True
         self.is_member = False
 
     async def run(self) -> None:
@@ -69,27 +72,37 @@ class Membership:
                 raise JoinRefused(answer.field, answer.detail)
             if isinstance(answer, Welcome):
                 self.is_member = True
+                self._router_life, self._next_event, self._wants_snapshot = answer.router_life, 0, True
                 logger.info("joined router %s at %s", answer.router_id, self._router_address)
                 self._on_joined()
-            await until_first(self._listen(stream), self._report(stream, watch))
+            await until_first(self._listen(stream, watch), self._report(stream, watch))
         finally:
             watch.close()
             stream.close()
 
-    async def _listen(self, stream: Stream[JoinUp, JoinDown]) -> None:
+    async def _listen(self, stream: Stream[JoinUp, JoinDown], watch: PoolWatch) -> None:
         while True:
             async with asyncio.timeout(self._silence_s):
-                await stream.receive()
+                message = await stream.receive()
+            if isinstance(message, SnapshotWanted):
+                watch.start_again()
+                self._wants_snapshot = True
 
     async def _report(self, stream: Stream[JoinUp, JoinDown], watch: PoolWatch) -> None:
         last: WorkerProgress | None = None
         while True:
-            load = self._load()
+            load = self._load(self._router_life)
             if self._loop.is_advancing:
-                sealed, evicted = watch.take()
-                await stream.send(replace(load, sealed_block_ids=tuple(sealed), evicted_block_ids=tuple(evicted)))
+                await stream.send(self._with_events(load, watch))
             last = load
             until = self._loop.now() + INTERVAL_S
             await asyncio.sleep(COALESCE_S)
-            while (left := until - self._loop.now()) > 0 and self._load() == last:
+            while (left := until - self._loop.now()) > 0 and self._load(self._router_life) == last:
                 await self._loop.stepped.wait(left)
+
+    def _with_events(self, load: WorkerProgress, watch: PoolWatch) -> WorkerProgress:
+        sealed, evicted = watch.take()
+        first, self._next_event = self._next_event, self._next_event + len(sealed) + len(evicted)
+        is_snapshot, self._wants_snapshot = self._wants_snapshot, False
+        ids = {"sealed_block_ids": tuple(sealed), "evicted_block_ids": tuple(evicted)}
+        return replace(load, first_event=first, is_snapshot=is_snapshot, **ids)

@@ -91,6 +91,7 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
         max_local_tokens=config.max_local_tokens if isinstance(config, DecodeConfig) else 0,
         max_warm=config.max_warm if isinstance(config, DecodeConfig) else 0,
         num_threads=config.threads,
+        previous_end=config.previous_end,
         ceilings=loaded.ceilings,
         silence_s=config.silence_s,
         roads=roads,

@@ -33,6 +33,7 @@ from kvferry.streams import Dialer, Stream, StreamEnded
 from kvferry.worker.counters import Counters
 from kvferry.worker.meeting import Meeting, Meetings
 from kvferry.worker.patience import FetchBudgets, Patience
+from kvferry.worker.rates import MeasuredRates
 
 MAX_MEETINGS_PER_FETCH = 8
 """A source that is another one at each of so many meetings is not worth more."""
@@ -86,10 +87,16 @@ class BlockReader:
     """Fetches into one worker's memory."""
 
     def __init__(
-        self, dialer: Dialer, memory: BlockMemory, meetings: Meetings, counters: Counters, budgets: FetchBudgets
+        self,
+        dialer: Dialer,
+        memory: BlockMemory,
+        meetings: Meetings,
+        counters: Counters,
+        budgets: FetchBudgets,
+        rates: MeasuredRates | None = None,
     ):
         self._dialer, self._memory, self._meetings = dialer, memory, meetings
-        self._counters, self._budgets = counters, budgets
+        self._counters, self._budgets, self._rates = counters, budgets, rates or MeasuredRates()
 
     async def fetch(self, sequence: Sequence, opening: FetchOpen, report: FetchReport) -> None:
         """Returns when every block of `opening` is sealed in `sequence`, or, hold-only, when the source has no more.
@@ -102,12 +109,18 @@ class BlockReader:
             for _ in range(MAX_MEETINGS_PER_FETCH):
                 if await self._fetch_over_one_road(sequence, opening, report, broken):
                     self._counters.add("fetches_finished")
+                    self._measure(report)
                     return
             message = f"{report.source.worker_id} was another one at each of {MAX_MEETINGS_PER_FETCH} meetings"
             raise FetchFailed(FetchFailureKind.SOURCE_ERROR.value, message)
         except FetchFailed as failed:
             self._counters.add(f"fetch_failed_{failed.kind}")
             raise
+
+    def _measure(self, report: FetchReport) -> None:
+        if report.last_block_s is not None and report.num_source_cached_blocks >= report.num_blocks:
+            duration_s = report.last_block_s - report.opened_s
+            self._rates.fetched(report.source.worker_id, report.num_bytes, duration_s)
 
     async def warm(self, source: Source, opening: FetchOpen) -> None:
         """Lets a source compute a chain for which there is no room here yet. Raises FetchFailed."""

@@ -26,6 +26,8 @@ class WorkerSettings:
     max_warm: int = 4
     """So many of a decode worker's requests without room have their prompts computed meanwhile; 0: none."""
     num_threads: int = 1
+    previous_end: str = ""
+    """How the last process of this name ended, where it is known."""
     ceilings: Ceilings = field(default_factory=Ceilings)
     silence_s: float = 3.0
     roads: tuple[Road, ...] = field(default_factory=lambda: tuple(known_roads().values()))

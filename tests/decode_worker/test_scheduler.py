@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.scheduler import Choice, DecodeLimits, DecodeScheduler, Ended, Scored, State, Token
+from decode_worker.scheduler import Begun, Choice, DecodeLimits, DecodeScheduler, Ended, Scored, State, Token
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import StepResult
 from kvferry.engine.sequence import Sequence
@@ -54,6 +54,8 @@ class Rig:
             }
             self.scheduler.commit(plan, StepResult(tokens, scores=scores), float(self.step))
         for event in self.scheduler.take_events():
+            if isinstance(event, Begun):
+                continue
             if isinstance(event, Token):
                 assert event.index == len(self.tokens.setdefault(event.choice.key, []))
                 self.tokens[event.choice.key].append(event.token)

@@ -95,29 +95,50 @@ def test_the_audit_names_who_leaked():
     assert not pool.audit().is_clean
 
 
+def announce(pool, ids):
+    for block_id in ids:
+        pool.announce(block_id)
+
+
 def test_a_watch_tells_the_last_thing_that_happened_to_each_block():
     pool = BlockPool(2)
     fill(pool, [b"old"]).close()
+    announce(pool, [b"old"])
     watch = pool.watch()
     assert watch.take() == ({b"old"}, set())
     fill(pool, [b"1", b"2"]).close()
+    announce(pool, [b"1", b"2"])
     assert watch.take() == ({b"1", b"2"}, {b"old"})
     pool.evict_all()
     fill(pool, [b"1"]).close()
+    announce(pool, [b"1"])
     assert watch.take() == ({b"1"}, {b"2"})
+    watch.start_again()
+    assert watch.take() == ({b"1"}, set())
     watch.close()
 
 
 def test_a_watch_tells_of_a_block_that_was_evicted_sealed_again_and_evicted_again():
     pool = BlockPool(2)
     fill(pool, [b"1"]).close()
+    announce(pool, [b"1"])
     watch = pool.watch()
     watch.take()
     for _ in range(2):
         pool.evict_all()
         fill(pool, [b"1"]).close()
+        announce(pool, [b"1"])
     pool.evict_all()
     assert watch.take() == (set(), {b"1"})
+
+
+def test_a_watch_hears_nothing_of_blocks_that_were_never_announced():
+    pool = BlockPool(2)
+    watch = pool.watch()
+    fill(pool, [b"1", b"2"]).close()
+    announce(pool, [b"2", b"not here"])
+    pool.evict_all()
+    assert watch.take() == (set(), {b"2"})
 
 
 def test_a_slot_moves_only_as_the_table_allows():

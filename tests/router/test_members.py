@@ -12,7 +12,7 @@ GOOD = WorkerDescription("d1", "x", Role.DECODE, "a:1", "model", "float32", "n",
 
 def members():
     made = Members("router", TextSizes(1000, 500), PrefixIndex())
-    made._members["d0"] = Member(replace(GOOD, worker_id="d0"))
+    made._members["d0"] = Member(replace(GOOD, worker_id="d0"), made.view)
     return made
 
 

@@ -48,7 +48,7 @@ class ChoiceStart(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., emitted_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestOpen(_message.Message):
-    __slots__ = ("request_number", "attempt", "prompt_tokens", "choices", "sampling", "salt", "sources", "holders", "priority", "time_left_ms")
+    __slots__ = ("request_number", "attempt", "prompt_tokens", "choices", "sampling", "salt", "sources", "holders", "priority", "time_left_ms", "local_tokens")
     REQUEST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class RequestOpen(_message.Message):
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_number: int
     attempt: int
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -69,7 +70,8 @@ class RequestOpen(_message.Message):
     holders: _containers.RepeatedCompositeFieldContainer[_common_pb2.Source]
     priority: int
     time_left_ms: int
-    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[_Union[ChoiceStart, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., salt: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., priority: _Optional[int] = ..., time_left_ms: _Optional[int] = ...) -> None: ...
+    local_tokens: int
+    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[_Union[ChoiceStart, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., salt: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., priority: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., local_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestCancel(_message.Message):
     __slots__ = ("request_number", "attempt", "choices")
@@ -82,10 +84,12 @@ class RequestCancel(_message.Message):
     def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., choices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouterBeat(_message.Message):
-    __slots__ = ("protocol_version",)
+    __slots__ = ("protocol_version", "router_life")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_LIFE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
-    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
+    router_life: str
+    def __init__(self, protocol_version: _Optional[int] = ..., router_life: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("step", "beat")
@@ -96,18 +100,20 @@ class AttachResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., beat: _Optional[_Union[WorkerBeat, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step", "tokens", "starts", "ends", "prompt_logprobs")
+    __slots__ = ("step", "tokens", "starts", "ends", "prompt_logprobs", "begun")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     step: int
     tokens: _containers.RepeatedCompositeFieldContainer[NewTokens]
     starts: _containers.RepeatedCompositeFieldContainer[StartReport]
     ends: _containers.RepeatedCompositeFieldContainer[ChoiceEnd]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
-    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[NewTokens, _Mapping]]] = ..., starts: _Optional[_Iterable[_Union[StartReport, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+    begun: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[NewTokens, _Mapping]]] = ..., starts: _Optional[_Iterable[_Union[StartReport, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., begun: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("request_number", "attempt", "position", "logprobs")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.rpc.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvferry/v1/generation.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\x9e\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x05\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x0e \x01(\x08\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12\x10\n\x08priority\x18\x10 \x01(\x11\x12\x12\n\ntimeout_ms\x18\x11 \x01(\x04\x12\x12\n\x05min_p\x18\x12 \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x13 \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x14 \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x15 \x01(\x01H\n\x88\x01\x01\x12>\n\nlogit_bias\x18\x16 \x03(\x0b\x32*.kvferry.v1.GenerateRequest.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x17 \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\x18 \x01(\rH\x0c\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x19 \x01(\rH\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\x90\x02\n\x10GenerateResponse\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12)\n\x07summary\x18\x05 \x01(\x0b\x32\x13.kvferry.v1.SummaryH\x00\x88\x01\x01\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.kvferry.v1.PlaceLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.kvferry.v1.PlaceLogprobsB\n\n\x08_summary\"\xe4\x02\n\x07Summary\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_fetched_blocks\x18\x04 \x01(\r\x12\x15\n\rfetched_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cnum_attempts\x18\x06 \x01(\r\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x07 \x01(\t\x12\x18\n\x10source_worker_id\x18\x08 \x01(\t\x12\x38\n\x0binstants_us\x18\t \x03(\x0b\x32#.kvferry.v1.Summary.InstantsUsEntry\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x0c\n\x04road\x18\x0b \x01(\t\x1a\x31\n\x0fInstantsUsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"L\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x02 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x42\x07\n\x05input\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"\x11\n\x0fGetModelRequest\"\xa3\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12#\n\x07members\x18\x05 \x03(\x0b\x32\x12.kvferry.v1.Member\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\"V\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvferry.v1.WorkerRole\x12\x13\n\x0bpool_tokens\x18\x03 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xea\x01\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12\x45\n\x08GetModel\x12\x1b.kvferry.v1.GetModelRequest\x1a\x1c.kvferry.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvferry/v1/generation.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xd9\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x05\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x0e \x01(\x08\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12\x10\n\x08priority\x18\x10 \x01(\x11\x12\x12\n\ntimeout_ms\x18\x11 \x01(\x04\x12\x12\n\x05min_p\x18\x12 \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x13 \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x14 \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x15 \x01(\x01H\n\x88\x01\x01\x12>\n\nlogit_bias\x18\x16 \x03(\x0b\x32*.kvferry.v1.GenerateRequest.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x17 \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x0cnum_logprobs\x18\x18 \x01(\rH\x0c\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x19 \x01(\rH\r\x88\x01\x01\x12\x0f\n\x07\x65xplain\x18\x1a \x01(\x08\x12\x13\n\x0bslo_ttft_ms\x18\x1b \x01(\x04\x12\x13\n\x0bslo_tpot_ms\x18\x1c \x01(\x04\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\x90\x02\n\x10GenerateResponse\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12)\n\x07summary\x18\x05 \x01(\x0b\x32\x13.kvferry.v1.SummaryH\x00\x88\x01\x01\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.kvferry.v1.PlaceLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.kvferry.v1.PlaceLogprobsB\n\n\x08_summary\"\xf9\x02\n\x07Summary\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_fetched_blocks\x18\x04 \x01(\r\x12\x15\n\rfetched_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cnum_attempts\x18\x06 \x01(\r\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x07 \x01(\t\x12\x18\n\x10source_worker_id\x18\x08 \x01(\t\x12\x38\n\x0binstants_us\x18\t \x03(\x0b\x32#.kvferry.v1.Summary.InstantsUsEntry\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x0c\n\x04road\x18\x0b \x01(\t\x12\x13\n\x0b\x65xplanation\x18\x0c \x01(\t\x1a\x31\n\x0fInstantsUsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"L\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x02 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x42\x07\n\x05input\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"\x11\n\x0fGetModelRequest\"\xa3\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12#\n\x07members\x18\x05 \x03(\x0b\x32\x12.kvferry.v1.Member\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\"V\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvferry.v1.WorkerRole\x12\x13\n\x0bpool_tokens\x18\x03 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xea\x01\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12\x45\n\x08GetModel\x12\x1b.kvferry.v1.GetModelRequest\x1a\x1c.kvferry.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,8 +42,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUMMARY_INSTANTSUSENTRY']._serialized_options = b'8\001'
   _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._loaded_options = None
   _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=2151
-  _globals['_FINISHREASON']._serialized_end=2246
+  _globals['_FINISHREASON']._serialized_start=2231
+  _globals['_FINISHREASON']._serialized_end=2326
   _globals['_CHATMESSAGE']._serialized_start=68
   _globals['_CHATMESSAGE']._serialized_end=112
   _globals['_CHAT']._serialized_start=114
@@ -51,25 +51,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=165
   _globals['_TOKENIDS']._serialized_end=192
   _globals['_GENERATEREQUEST']._serialized_start=195
-  _globals['_GENERATEREQUEST']._serialized_end=1121
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=866
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=914
-  _globals['_GENERATERESPONSE']._serialized_start=1124
-  _globals['_GENERATERESPONSE']._serialized_end=1396
-  _globals['_SUMMARY']._serialized_start=1399
-  _globals['_SUMMARY']._serialized_end=1755
-  _globals['_SUMMARY_INSTANTSUSENTRY']._serialized_start=1706
-  _globals['_SUMMARY_INSTANTSUSENTRY']._serialized_end=1755
-  _globals['_TOKENIZEREQUEST']._serialized_start=1757
-  _globals['_TOKENIZEREQUEST']._serialized_end=1833
-  _globals['_TOKENIZERESPONSE']._serialized_start=1835
-  _globals['_TOKENIZERESPONSE']._serialized_end=1876
-  _globals['_GETMODELREQUEST']._serialized_start=1878
-  _globals['_GETMODELREQUEST']._serialized_end=1895
-  _globals['_GETMODELRESPONSE']._serialized_start=1898
-  _globals['_GETMODELRESPONSE']._serialized_end=2061
-  _globals['_MEMBER']._serialized_start=2063
-  _globals['_MEMBER']._serialized_end=2149
-  _globals['_GENERATIONSERVICE']._serialized_start=2249
-  _globals['_GENERATIONSERVICE']._serialized_end=2483
+  _globals['_GENERATEREQUEST']._serialized_end=1180
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=925
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=973
+  _globals['_GENERATERESPONSE']._serialized_start=1183
+  _globals['_GENERATERESPONSE']._serialized_end=1455
+  _globals['_SUMMARY']._serialized_start=1458
+  _globals['_SUMMARY']._serialized_end=1835
+  _globals['_SUMMARY_INSTANTSUSENTRY']._serialized_start=1786
+  _globals['_SUMMARY_INSTANTSUSENTRY']._serialized_end=1835
+  _globals['_TOKENIZEREQUEST']._serialized_start=1837
+  _globals['_TOKENIZEREQUEST']._serialized_end=1913
+  _globals['_TOKENIZERESPONSE']._serialized_start=1915
+  _globals['_TOKENIZERESPONSE']._serialized_end=1956
+  _globals['_GETMODELREQUEST']._serialized_start=1958
+  _globals['_GETMODELREQUEST']._serialized_end=1975
+  _globals['_GETMODELRESPONSE']._serialized_start=1978
+  _globals['_GETMODELRESPONSE']._serialized_end=2141
+  _globals['_MEMBER']._serialized_start=2143
+  _globals['_MEMBER']._serialized_end=2229
+  _globals['_GENERATIONSERVICE']._serialized_start=2329
+  _globals['_GENERATIONSERVICE']._serialized_end=2563
 # @@protoc_insertion_point(module_scope)

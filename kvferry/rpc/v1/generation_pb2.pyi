@@ -38,7 +38,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "token_ids", "max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "cache_salt", "priority", "timeout_ms", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "num_logprobs", "num_prompt_logprobs")
+    __slots__ = ("model", "text", "chat", "token_ids", "max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "cache_salt", "priority", "timeout_ms", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "num_logprobs", "num_prompt_logprobs", "explain", "slo_ttft_ms", "slo_tpot_ms")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,9 @@ class GenerateRequest(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_FIELD_NUMBER: _ClassVar[int]
+    SLO_TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    SLO_TPOT_MS_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: Chat
@@ -96,7 +99,10 @@ class GenerateRequest(_message.Message):
     min_tokens: int
     num_logprobs: int
     num_prompt_logprobs: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
+    explain: bool
+    slo_ttft_ms: int
+    slo_tpot_ms: int
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., explain: _Optional[bool] = ..., slo_ttft_ms: _Optional[int] = ..., slo_tpot_ms: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("choice", "text", "token_ids", "finish_reason", "summary", "logprobs", "prompt_logprobs")
@@ -117,7 +123,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., summary: _Optional[_Union[Summary, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PlaceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PlaceLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Summary(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "num_fetched_blocks", "fetched_bytes", "num_attempts", "decode_worker_id", "source_worker_id", "instants_us", "seed", "road")
+    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "num_fetched_blocks", "fetched_bytes", "num_attempts", "decode_worker_id", "source_worker_id", "instants_us", "seed", "road", "explanation")
     class InstantsUsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +142,7 @@ class Summary(_message.Message):
     INSTANTS_US_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     ROAD_FIELD_NUMBER: _ClassVar[int]
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
@@ -147,7 +154,8 @@ class Summary(_message.Message):
     instants_us: _containers.ScalarMap[str, int]
     seed: int
     road: str
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., decode_worker_id: _Optional[str] = ..., source_worker_id: _Optional[str] = ..., instants_us: _Optional[_Mapping[str, int]] = ..., seed: _Optional[int] = ..., road: _Optional[str] = ...) -> None: ...
+    explanation: str
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., decode_worker_id: _Optional[str] = ..., source_worker_id: _Optional[str] = ..., instants_us: _Optional[_Mapping[str, int]] = ..., seed: _Optional[int] = ..., road: _Optional[str] = ..., explanation: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat")

@@ -1,0 +1,57 @@
+"""What this worker was measured to do: how long its steps take, how fast it computes prompts, how fast blocks come from others.
+
+Running means over what really happened, by power of two of what they depend on; the router's placement goes by them. Pure.
+"""
+
+from typing import TypeVar
+
+from kvferry.engine.plan import Plan
+
+SMOOTHING = 0.2
+
+
+def bucket(count: int) -> int:
+    """The smallest power of two that is not below `count`."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+class MeasuredRates:
+    def __init__(self) -> None:
+        self.step_s: dict[int, float] = {}
+        """Of steps that only yield tokens, by the bucket of how many."""
+        self.tokens_per_s: dict[int, float] = {}
+        """Of steps that mostly catch up, by the bucket of the position up to which they do."""
+        self.link_bytes_per_s: dict[str, float] = {}
+        """By the worker that blocks came from."""
+        self._only_probed: set[str] = set()
+
+    def stepped(self, plan: Plan, duration_s: float) -> None:
+        if duration_s <= 0:
+            return
+        num_behind = sum(len(chunk.tokens) for chunk in plan.chunks if len(chunk.tokens) > 1)
+        if num_behind == 0:
+            _mix(self.step_s, bucket(len(plan.chunks)), duration_s)
+        elif 2 * num_behind > plan.num_tokens:
+            end = max(chunk.start + len(chunk.tokens) for chunk in plan.chunks)
+            _mix(self.tokens_per_s, bucket(end), num_behind / duration_s)
+
+    def probed(self, source_id: str, bytes_per_s: float) -> None:
+        """By a single frame, when the two met: holds until there is something better."""
+        if source_id not in self.link_bytes_per_s:
+            self.link_bytes_per_s[source_id] = bytes_per_s
+            self._only_probed.add(source_id)
+
+    def fetched(self, source_id: str, num_bytes: int, duration_s: float) -> None:
+        """Blocks that nobody had to compute meanwhile: only then does the time say something of the link."""
+        if num_bytes and duration_s > 0:
+            if source_id in self._only_probed:
+                self._only_probed.remove(source_id)
+                del self.link_bytes_per_s[source_id]
+            _mix(self.link_bytes_per_s, source_id, num_bytes / duration_s)
+
+
+K = TypeVar("K")
+
+
+def _mix(means: dict[K, float], key: K, value: float) -> None:
+    means[key] = means[key] + SMOOTHING * (value - means[key]) if key in means else value

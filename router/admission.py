@@ -1,0 +1,133 @@
+"""Who waits for a decode worker, in which order, and who is refused at once. Pure: the clock comes in as an argument.
+
+Between tenants by tokens: whoever has had the fewest is next (start-time fair queueing, after Goyal, Vin and Cheng, 1996: a tenant that
+was away gets no credit for it). Within a tenant by priority, then by the earlier deadline. The queue is bounded by requests, tokens and
+bytes, and by time: a request that would wait longer than it may is refused when it comes, not when its time is up.
+"""
+
+import bisect
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError, Overloaded
+from router.live import Live
+
+WINDOW_S = 5.0
+MIN_PLACED = 4
+"""Placements within the window, before a wait is foretold from them."""
+MAX_RETRY_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    max_requests: int = 1024
+    max_tokens: int = 4_000_000
+    """Of prompts and the answers that they may have."""
+    max_bytes: int = 256 * 1024 * 1024
+
+
+class FairQueue:
+    """Requests by tenant (their salt)."""
+
+    def __init__(self) -> None:
+        self._of_tenant: dict[bytes, list[tuple[tuple[int, float, int], Live]]] = {}
+        self._served: dict[bytes, float] = {}
+        self._virtual = 0.0
+        self._keys: dict[int, tuple[int, float, int]] = {}
+        self.num_tokens = 0
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, live: Live) -> bool:
+        return live.number in self._keys
+
+    def push(self, live: Live) -> None:
+        tenant = live.request.salt
+        waiting = self._of_tenant.setdefault(tenant, [])
+        if not waiting:
+            self._served[tenant] = max(self._served.get(tenant, 0.0), self._virtual)
+        key = self._keys[live.number] = (-live.priority, live.deadline_s, live.number)
+        bisect.insort(waiting, (key, live), key=lambda entry: entry[0])
+        self.num_tokens += live.size
+        self.num_bytes += live.num_bytes
+
+    def remove(self, live: Live) -> None:
+        tenant, key = live.request.salt, self._keys.pop(live.number)
+        waiting = self._of_tenant[tenant]
+        del waiting[bisect.bisect_left(waiting, key, key=lambda entry: entry[0])]
+        if not waiting:
+            del self._of_tenant[tenant]
+            self._forget_the_idle()
+        self.num_tokens -= live.size
+        self.num_bytes -= live.num_bytes
+
+    def charge(self, live: Live) -> None:
+        """It has been placed: its tenant has had so much."""
+        tenant = live.request.salt
+        self._virtual = max(self._virtual, self._served.get(tenant, 0.0))
+        self._served[tenant] = self._served.get(tenant, self._virtual) + live.size
+
+    def in_order(self) -> Iterator[Live]:
+        """As they would be placed one after the other; taken only as far as somebody looks."""
+        heap = [(self._served[tenant], tenant, 0) for tenant in self._of_tenant]
+        heapq.heapify(heap)
+        lists = {tenant: list(waiting) for tenant, waiting in self._of_tenant.items()}
+        while heap:
+            served, tenant, place = heapq.heappop(heap)
+            live = lists[tenant][place][1]
+            yield live
+            if place + 1 < len(lists[tenant]):
+                heapq.heappush(heap, (served + live.size, tenant, place + 1))
+
+    def _forget_the_idle(self) -> None:
+        if len(self._served) > 2 * len(self._of_tenant) + 1024:
+            self._served = {t: s for t, s in self._served.items() if t in self._of_tenant or s > self._virtual}
+
+
+class Admission:
+    """Refuses what would wait too long, from how fast the queue has been moving."""
+
+    def __init__(self, queue: FairQueue, limits: QueueLimits):
+        self._queue, self._limits = queue, limits
+        self._placed: deque[tuple[float, int]] = deque()
+
+    def placed(self, live: Live, now: float, has_queue: bool) -> None:
+        """Only while others wait does the pace say what the pools can take."""
+        if has_queue:
+            self._placed.append((now, live.size))
+        while self._placed and self._placed[0][0] < now - WINDOW_S:
+            self._placed.popleft()
+
+    def wait_s(self, now: float) -> float | None:
+        """What a request that comes now would wait; None if nothing can be said."""
+        recent = [(at, tokens) for at, tokens in self._placed if at >= now - WINDOW_S]
+        if len(recent) < MIN_PLACED:
+            return None
+        pace = sum(tokens for _, tokens in recent[1:]) / max(now - recent[0][0], 0.001)
+        return self._queue.num_tokens / max(pace, 1e-9)
+
+    def refusal(self, live: Live, now: float, max_wait_s: float) -> KvferryError | None:
+        """Why the request cannot be taken now."""
+        limits, queue = self._limits, self._queue
+        if len(queue) >= limits.max_requests:
+            return self._too_full(f"{len(queue)} requests are", now)
+        if len(queue) and queue.num_tokens + live.size > limits.max_tokens:
+            return self._too_full(f"requests with {queue.num_tokens:,} tokens are", now)
+        if len(queue) and queue.num_bytes + live.num_bytes > limits.max_bytes:
+            return self._too_full(f"requests with {queue.num_bytes:,} bytes are", now)
+        wait_s = self.wait_s(now) if len(queue) else None
+        if wait_s is not None and wait_s > max_wait_s:
+            return Overloaded(
+                f"the decode pool is short: a request that comes now would wait {wait_s:.1f} s, and may wait "
+                f"{max_wait_s:.1f} s; try again later",
+                min(max(wait_s - max_wait_s, 1.0), MAX_RETRY_AFTER_S),
+            )
+        return None
+
+    def _too_full(self, what: str, now: float) -> Overloaded:
+        retry_s = min(max(self.wait_s(now) or 2.0, 1.0), MAX_RETRY_AFTER_S)
+        return Overloaded(f"{what} waiting for the decode pool, which is the limit; try again later", retry_s)

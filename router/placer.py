@@ -1,0 +1,140 @@
+"""From a live request and what is known of the workers to a placement: between the dispatcher, which acts, and placement.py.
+
+It knows the index, the view and the policy; it opens nothing and changes nobody's load.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.errors import ConfigurationError
+from kvferry.kv.block_id import num_whole_blocks_before_tail
+from router.live import Live
+from router.members import Member, Members
+from router.placement import POLICIES, Candidate, Demand, Placement, place, rows_with_room
+from router.view import held_by_row
+
+SMOOTHING = 0.05
+INITIAL_OUTPUT_TOKENS = 128.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlacingRules:
+    policy: str = "cost"
+    local_tokens: int = 16
+    """Up to so many missing tokens, a request fetches nothing."""
+    slo_ttft_s: float = float("inf")
+    slo_tpot_s: float = float("inf")
+    """For requests that name none."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigurationError(f"policy {self.policy!r} is not known; known: {', '.join(POLICIES)}")
+
+
+class Placer:
+    def __init__(self, members: Members, rules: PlacingRules):
+        self._members, self.rules = members, rules
+        self._output_tokens = INITIAL_OUTPUT_TOKENS
+
+    def finished(self, num_output_tokens: int) -> None:
+        """Of one choice: what the next ones are expected to yield."""
+        self._output_tokens += SMOOTHING * (num_output_tokens - self._output_tokens)
+
+    def slo_ttft_s(self, live: Live) -> float:
+        return self.rules.slo_ttft_s if live.request.slo_ttft_s is None else live.request.slo_ttft_s
+
+    def has_room(self, live: Live, now: float) -> bool:
+        """By the loads alone: asked of every request that waits."""
+        columns = self._members.view.columns(live.longest_tokens, held_by_row((), self._members.view.num_rows), now)
+        return len(rows_with_room(columns, self._demand(live, now, 1))) > 0
+
+    def place(self, live: Live, now: float) -> Placement | None:
+        members, description = self._members, self._members.any_description
+        root = members.root(live.request.salt)
+        if root is None or description is None:
+            return None
+        keys = live.block_keys(root, description.block_size)
+        held = ((one.rows, one.num_blocks) for one in members.held(keys, now))
+        columns = members.view.columns(live.longest_tokens, held_by_row(held, members.view.num_rows), now)
+        return place(self._demand(live, now, description.block_size), columns, POLICIES[self.rules.policy])
+
+    def expect(self, live: Live, placement: Placement, now: float) -> None:
+        """The chain will be where it was placed, and where it is computed."""
+        description, root = self._members.any_description, self._members.root(live.request.salt)
+        if description is None or root is None:
+            return
+        num_blocks = num_whole_blocks_before_tail(len(live.request.prompt_tokens), description.block_size)
+        block_ids = live.block_ids(root, description.block_size)[:num_blocks]
+        if block_ids:
+            rows = [placement.decode_row, *([] if placement.is_local else placement.source_rows[:1])]
+            for row in rows:
+                self._members.expected.add(row, block_ids, now)
+
+    def _demand(self, live: Live, now: float, block_size: int) -> Demand:
+        request, num_tokens = live.request, live.longest_tokens
+        left = request.sampling.max_tokens - (num_tokens - len(request.prompt_tokens))
+        waited_s = 0.0 if live.journal.num_tokens else now - live.accepted_s
+        return Demand(
+            number=live.number,
+            num_tokens=num_tokens,
+            num_choices=len(live.journal.starts()),
+            num_kv_tokens=num_kv_tokens(live),
+            num_blocks_before_tail=num_whole_blocks_before_tail(num_tokens, block_size),
+            block_size=block_size,
+            output_tokens=max(min(left, round(self._output_tokens)), 1),
+            slo_ttft_s=max(self.slo_ttft_s(live) - waited_s, 0.0),
+            slo_tpot_s=self.rules.slo_tpot_s if request.slo_tpot_s is None else request.slo_tpot_s,
+            failed_rows=self._rows(live.failed_worker_ids),
+            local_tokens=self.rules.local_tokens,
+            runs_apart=live.deaths.is_suspect(now),
+            computes_all=live.wants_prompt_logprobs,
+            explains=request.explains,
+        )
+
+    def _rows(self, worker_ids: Iterable[str]) -> frozenset[int]:
+        members = (self._members.get(worker_id) for worker_id in worker_ids)
+        return frozenset(member.row for member in members if member is not None)
+
+    def explanation(self, placement: Placement) -> dict[str, Any]:
+        """For the client that asked: JSON values, times in milliseconds."""
+        at_row, predicted = self._members.at_row, placement.prediction
+        return {
+            "policy": self.rules.policy,
+            "decode": at_row(placement.decode_row).worker_id,
+            "sources": [at_row(row).worker_id for row in placement.source_rows],
+            "holders": [at_row(row).worker_id for row in placement.holder_rows],
+            "missing_tokens": placement.num_missing_tokens,
+            "computes_here": placement.is_local,
+            "decided_by": placement.decided_by,
+            "keeps_slos": placement.keeps_slos,
+            "predicted_ms": {
+                "waiting": _ms(predicted.waiting_s),
+                "computing": _ms(predicted.computing_s),
+                "moving": _ms(predicted.moving_s),
+                "tail": _ms(predicted.tail_s),
+                "ttft": _ms(predicted.ttft_s),
+                "tpot": _ms(predicted.tpot_s),
+            },
+            "candidates": [self._candidate(at_row(one.row), one) for one in placement.candidates],
+        }
+
+    @staticmethod
+    def _candidate(member: Member, one: Candidate) -> dict[str, Any]:
+        return {
+            "worker": member.worker_id,
+            "role": one.role,
+            "cached_tokens": one.held_tokens,
+            "cost_ms": _ms(one.cost_s),
+            "ttft_ms": _ms(one.ttft_s),
+            "score": round(one.score, 4),
+        }
+
+
+def num_kv_tokens(live: Live) -> int:
+    """The most tokens that one of its choices will have in a pool: the answer's last one needs no room."""
+    return len(live.request.prompt_tokens) + max(live.request.sampling.max_tokens - 1, 0)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,0 +1,240 @@
+"""How the workers are doing, as columns: a row for each worker of either pool, kept up to date by what they say and what is placed.
+
+Counters of load are the workers' own, so that several routers agree: what others have on a worker is what it says beyond what it
+says of this router; what this router has there it knows itself, at once. Pure: no clock, no I/O.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.messages import Role, WorkerDescription, WorkerProgress
+from router.placement import Columns
+
+NUM_BUCKETS = 21
+"""Powers of two of tokens, up to a million."""
+DEFAULT_TOKENS_PER_S = 1000.0
+DEFAULT_STEP_S = 0.02
+DEFAULT_LINK_BYTES_PER_S = 1e9
+ALIKE = 1.25
+"""Workers of a pool whose measurements lie within this factor of the median count as equal: what differs is noise."""
+MEASURED_ANEW_S = 0.1
+"""What follows from all measurements of a pool is worked out at most so often."""
+LAG_S = 0.25
+"""A worker's progress may not yet know of what was placed so shortly before it came."""
+INTS = (
+    "max_active",
+    "pool_tokens",
+    "num_placed",
+    "num_active",
+    "active_tokens",
+    "foreign_active",
+    "foreign_tokens",
+    "waiting_tokens",
+)
+FLOATS = ("step_base_s", "step_slope_s")
+BOOLS = ("is_decode", "is_member", "is_attached", "is_draining", "is_aside", "is_reserved")
+
+
+class WorkerView:
+    """Rows are given out and taken back by `open_row` and `close_row`."""
+
+    def __init__(self, num_rows: int = 64):
+        self.ints = {name: np.zeros(num_rows, np.int64) for name in INTS}
+        self.floats = {name: np.zeros(num_rows) for name in FLOATS}
+        self.bools = {name: np.zeros(num_rows, np.bool_) for name in BOOLS}
+        self._rates = np.full((NUM_BUCKETS, num_rows), math.nan)
+        self._reported_waiting = np.zeros(num_rows, np.int64)
+        self._pending: list[dict[int, tuple[float, int]]] = [{} for _ in range(num_rows)]
+        self._links: list[dict[int, float]] = [{} for _ in range(num_rows)]
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._smoothed: dict[str, tuple[float, NDArray[np.float64]]] = {}
+        self._default_link = DEFAULT_LINK_BYTES_PER_S
+        self._block_bytes = 1
+        self.num_rows = 0
+        """Rows beyond were never used."""
+
+    def open_row(self, description: WorkerDescription) -> int:
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self.num_rows = max(self.num_rows, row + 1)
+        for column in (*self.ints.values(), *self.floats.values(), *self.bools.values()):
+            column[row] = 0
+        self._rates[:, row] = math.nan
+        self.floats["step_base_s"][row] = math.nan
+        self._reported_waiting[row] = 0
+        self._pending[row], self._links[row] = {}, {}
+        self.ints["max_active"][row] = description.max_sequences
+        self.ints["pool_tokens"][row] = description.pool_tokens
+        self.bools["is_decode"][row] = description.role is Role.DECODE
+        self.bools["is_member"][row] = True
+        self.bools["is_attached"][row] = description.role is Role.PREFILL  # no stream of its own to the router
+        self._block_bytes = description.block_bytes
+        self._smoothed.clear()
+        return row
+
+    def close_row(self, row: int) -> None:
+        """Nothing is placed there any more; the row is not given out before `free_row`."""
+        self.bools["is_member"][row] = False
+        for links in self._links:
+            links.pop(row, None)
+        self._smoothed.clear()
+
+    def free_row(self, row: int) -> None:
+        self._free.append(row)
+
+    # ------------------------------------------------------------------------------------------------ what workers say
+
+    def progressed(self, row: int, progress: WorkerProgress, rows_of: Mapping[str, int], now: float) -> None:
+        ints, is_decode = self.ints, self.bools["is_decode"][row]
+        if is_decode:
+            ints["foreign_active"][row] = max(progress.num_sequences - progress.your_sequences, 0)
+            ints["foreign_tokens"][row] = max(progress.kv_tokens - progress.your_kv_tokens, 0)
+        self.bools["is_draining"][row] = progress.is_draining
+        self._reported_waiting[row] = progress.waiting_tokens
+        pending = self._pending[row]
+        for number in [number for number, (at, _) in pending.items() if at < now - LAG_S]:
+            del pending[number]
+        self._sum_waiting(row)
+        if progress.step_s:
+            base_s, slope_s = _line(progress.step_s)
+            self.floats["step_base_s"][row], self.floats["step_slope_s"][row] = base_s, slope_s
+        if progress.tokens_per_s:
+            self._rates[:, row] = _curve(progress.tokens_per_s)
+        for worker_id, rate in progress.link_bytes_per_s.items():
+            source = rows_of.get(worker_id)
+            if source is not None and math.isfinite(rate) and rate > 0:
+                self._links[row][source] = rate
+
+    # --------------------------------------------------------------------------------------------- what this router does
+
+    def will_compute(self, row: int, number: int, num_tokens: int, now: float) -> None:
+        """A source was asked for so much, which its progress does not show yet."""
+        self._pending[row][number] = (now, num_tokens)
+        self._sum_waiting(row)
+
+    def has_computed(self, row: int, number: int) -> None:
+        if self._pending[row].pop(number, None) is not None:
+            self._sum_waiting(row)
+
+    def _sum_waiting(self, row: int) -> None:
+        pending = sum(tokens for _, tokens in self._pending[row].values())
+        self.ints["waiting_tokens"][row] = self._reported_waiting[row] + pending
+
+    # ------------------------------------------------------------------------------------------------------ for placing
+
+    def columns(self, num_tokens: int, held_blocks: NDArray[np.int64], now: float) -> Columns:
+        """`num_tokens`: the request's length; `held_blocks`: of its chain, by row."""
+        n, ints, bools = self.num_rows, self.ints, self.bools
+        usable = bools["is_member"][:n] & bools["is_attached"][:n] & ~bools["is_draining"][:n]
+        usable &= ~bools["is_aside"][:n] & ~bools["is_reserved"][:n]
+        bucket = min(max(num_tokens - 1, 0).bit_length(), NUM_BUCKETS - 1)
+        return Columns(
+            is_decode=bools["is_decode"][:n],
+            is_usable=usable,
+            num_active=ints["num_active"][:n] + ints["foreign_active"][:n],
+            max_active=ints["max_active"][:n],
+            active_tokens=ints["active_tokens"][:n] + ints["foreign_tokens"][:n],
+            pool_tokens=ints["pool_tokens"][:n],
+            num_placed=ints["num_placed"][:n],
+            step_base_s=self._alike("step_base_s", DEFAULT_STEP_S, now),
+            step_slope_s=self._alike("step_slope_s", 0.0, now),
+            waiting_tokens=ints["waiting_tokens"][:n],
+            tokens_per_s=self._alike(f"rate {bucket}", DEFAULT_TOKENS_PER_S, now),
+            held_blocks=held_blocks,
+            block_s=self.block_s,
+        )
+
+    def block_s(self, row: int) -> NDArray[np.float64]:
+        """Seconds a block from each row to this one."""
+        links = self._links[row]
+        known = self._default_link
+        if links:
+            known = self._default_link = float(np.median(list(links.values())))
+        times = np.full(self.num_rows, self._block_bytes / known)
+        for source, rate in links.items():
+            times[source] = self._block_bytes / rate
+        times[row] = 0.0
+        return times
+
+    def measured(self, name: str) -> NDArray[np.float64]:
+        """As the workers say it; NaN where nothing is known."""
+        return self.floats[name][: self.num_rows]
+
+    def measured_rate(self, bucket: int) -> NDArray[np.float64]:
+        return self._rates[bucket, : self.num_rows]
+
+    def _alike(self, name: str, default: float, now: float) -> NDArray[np.float64]:
+        """Measurements with the unknown and the nearly equal ones at the median of their pool."""
+        found = self._smoothed.get(name)
+        if found is not None and now - found[0] < MEASURED_ANEW_S:
+            return found[1]
+        raw = self.measured_rate(int(name.split()[1])) if name.startswith("rate ") else self.measured(name)
+        n, values = self.num_rows, raw.copy()
+        of_pool = [self.bools["is_decode"][:n], ~self.bools["is_decode"][:n]]
+        known = np.isfinite(values) & self.bools["is_member"][:n]
+        for mask in of_pool:
+            mine = mask & known
+            median = float(np.median(values[mine])) if mine.any() else math.nan
+            if math.isnan(median):
+                median = float(np.median(values[known])) if known.any() else default
+            alike = ~np.isfinite(values) | ((values <= median * ALIKE) & (values * ALIKE >= median))
+            values[mask & alike] = median
+        self._smoothed[name] = (now, values)
+        return values
+
+    def _grow(self) -> None:
+        size = len(self._pending)
+        self.ints = {name: np.concatenate([column, np.zeros_like(column)]) for name, column in self.ints.items()}
+        self.floats = {name: np.concatenate([column, np.zeros_like(column)]) for name, column in self.floats.items()}
+        self.bools = {name: np.concatenate([column, np.zeros_like(column)]) for name, column in self.bools.items()}
+        self._rates = np.concatenate([self._rates, np.full_like(self._rates, math.nan)], axis=1)
+        self._reported_waiting = np.concatenate([self._reported_waiting, np.zeros_like(self._reported_waiting)])
+        self._pending += [{} for _ in range(size)]
+        self._links += [{} for _ in range(size)]
+        self._free += range(2 * size - 1, size - 1, -1)
+
+
+def _sane(values: Mapping[int, float]) -> list[tuple[int, float]]:
+    return sorted((key, value) for key, value in values.items() if key > 0 and math.isfinite(value) and value > 0)
+
+
+def _line(step_s: Mapping[int, float]) -> tuple[float, float]:
+    """Base and slope through the smallest and the largest batch that were measured; no slope falls."""
+    known = _sane(step_s)
+    if not known:
+        return math.nan, 0.0
+    (small, small_s), (large, large_s) = known[0], known[-1]
+    slope_s = max((large_s - small_s) / (large - small), 0.0) if large > small else 0.0
+    return max(small_s - small * slope_s, 1e-6), slope_s
+
+
+def _curve(tokens_per_s: Mapping[int, float]) -> list[float]:
+    """By bucket; between and beyond what was measured, the nearest shorter one, or the shortest."""
+    known = _sane(tokens_per_s)
+    if not known:
+        return [math.nan] * NUM_BUCKETS
+    by_bucket = {(key - 1).bit_length(): value for key, value in known}
+    curve, last = list[float](), known[0][1]
+    for bucket in range(NUM_BUCKETS):
+        last = by_bucket.get(bucket, last)
+        curve.append(last)
+    return curve
+
+
+def held_by_row(held: Iterable[tuple[int, int]], num_rows: int) -> NDArray[np.int64]:
+    """From (rows as bits, blocks), the deepest first."""
+    blocks = np.zeros(num_rows, np.int64)
+    num_bytes = (num_rows + 7) // 8
+    for rows, count in held:
+        rows &= (1 << num_rows) - 1
+        if rows.bit_count() == 1:
+            row = rows.bit_length() - 1
+            blocks[row] = max(blocks[row], count)
+        elif rows:
+            bits = np.unpackbits(np.frombuffer(rows.to_bytes(num_bytes, "little"), np.uint8), bitorder="little")
+            np.maximum(blocks, np.where(bits[:num_rows], count, 0), out=blocks)
+    return blocks

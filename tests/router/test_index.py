@@ -1,0 +1,87 @@
+"""The index against a plain set of ids for each worker."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.kv.block_id import chain
+from router.index import ANNOUNCED_EVERY, NUM_SHARDS, PrefixIndex, keys_of
+
+ROOT = b"r" * 16
+
+
+def ids_of(num_blocks, seed=1):
+    return chain(ROOT, [random.Random(f"{seed} {k}").randrange(999) for k in range(num_blocks)], 1)
+
+
+def announced(ids):
+    return [*ids[ANNOUNCED_EVERY - 1 :: ANNOUNCED_EVERY], *ids[-1:]]
+
+
+def held(index, ids):
+    found = {}
+    for one in index.held(keys_of(ids)):
+        for row in range(2000):
+            if one.rows >> row & 1:
+                found[row] = max(found.get(row, 0), one.num_blocks)
+    return found
+
+
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(0, 40), st.integers(1, 1500))
+def test_each_worker_holds_as_much_as_it_told(lengths, asked, stride):
+    index, ids = PrefixIndex(), ids_of(40)
+    for number, length in enumerate(lengths):
+        index.add(number * stride, announced(ids[:length]))
+    wanted = {}
+    for number, length in enumerate(lengths):
+        is_whole = asked >= length
+        known = length if is_whole else max([k for k in range(1, asked + 1) if k % ANNOUNCED_EVERY == 0], default=0)
+        if known:
+            wanted[number * stride] = known
+    assert {row: n for row, n in held(index, ids[:asked]).items() if row < 2000} == {
+        row: n for row, n in wanted.items() if row < 2000
+    }
+
+
+def test_what_is_evicted_is_not_held():
+    index, ids = PrefixIndex(), ids_of(24)
+    index.add(3, announced(ids))
+    index.remove(3, [ids[23]])
+    assert held(index, ids) == {3: 16}
+    index.remove(3, [ids[7]])
+    assert held(index, ids) == {}, "without its beginning nothing is of use"
+
+
+def test_another_chain_is_another_entry():
+    index = PrefixIndex()
+    index.add(1, announced(ids_of(16)))
+    assert held(index, ids_of(16, seed=2)) == {}
+
+
+def test_a_worker_that_has_left_holds_nothing_at_once_and_its_row_is_free_once_it_is_swept():
+    index, ids = PrefixIndex(), ids_of(16)
+    for row in (1, 2):
+        index.add(row, announced(ids))
+    index.retire(1)
+    assert held(index, ids) == {2: 16}
+    freed = [index.sweep() for _ in range(NUM_SHARDS)]
+    assert freed[-1] == 1
+    assert set(freed[:-1]) == {None}
+    assert not index.is_sweeping
+    assert index.sweep() is None
+    index.add(1, announced(ids[:8]))
+    assert held(index, ids) == {1: 8, 2: 16}
+    index.retire(2)
+    index.retire(1)
+    while index.is_sweeping:
+        index.sweep()
+    assert len(index) == 0
+
+
+def test_a_worker_that_begins_anew_has_what_it_tells_then():
+    index, ids = PrefixIndex(), ids_of(16)
+    index.add(1, announced(ids))
+    index.remove_all(1)
+    assert held(index, ids) == {}
+    assert len(index) == 0

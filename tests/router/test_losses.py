@@ -1,0 +1,94 @@
+from dataclasses import replace
+
+import pytest
+
+from kvferry.messages import Role, Sampling, WorkerDescription
+from router.losses import MAX_CRASHES, REFUSED_S, VERDICT_S, Death, Deaths, Refused
+from router.request import GenerationRequest
+from router.retry_budget import LEAST, WINDOW_S, RetryBudget
+
+BACK = WorkerDescription("d1", "second", Role.DECODE, "a:1", "model", "float32", "n", 16, 64, 1000, 500, 1000, 8)
+REQUEST = GenerationRequest((1, 2, 3), Sampling(1, 8))
+
+
+def deaths(*more, was_alone=False):
+    made = Deaths()
+    for death in more or (Death("d1", "first", 0.0, was_alone),):
+        made.add(death)
+    return made
+
+
+def test_at_first_nothing_is_held_against_anybody():
+    assert not deaths().is_suspect(1.0)
+    assert not deaths().waits_for_verdict(1.0)
+
+
+@pytest.mark.parametrize("end", ["signal 9", "signal 15", "signal 2"])
+def test_a_signal_from_outside_clears_everybody(end):
+    found = deaths(was_alone=True)
+    found.learn(replace(BACK, previous_end=end))
+    for now in (1.0, VERDICT_S + 1):
+        assert not found.is_suspect(now)
+        assert not found.is_guilty(now)
+
+
+@pytest.mark.parametrize("end", ["signal 11", "signal 6", "code 1"])
+def test_a_crash_makes_suspects_who_run_apart_and_the_one_that_crashes_alone_is_guilty(end):
+    found, alone = deaths(), deaths(was_alone=True)
+    for one in (found, alone):
+        one.learn(replace(BACK, previous_end=end))
+    assert found.is_suspect(1.0)
+    assert not found.is_guilty(1.0)
+    assert alone.is_guilty(1.0)
+
+
+def test_a_worker_that_is_still_the_same_has_not_died():
+    found = deaths()
+    found.learn(replace(BACK, incarnation="first"))
+    assert not found.is_suspect(VERDICT_S + 1)
+
+
+def test_without_a_word_from_outside_a_death_counts_after_a_while():
+    assert not deaths().is_suspect(VERDICT_S - 1)
+    assert deaths().is_suspect(VERDICT_S)
+
+
+def test_who_was_alone_or_lost_several_waits_for_the_verdict_and_no_longer():
+    several = deaths(*(Death(f"d{k}", "x", 0.0, False) for k in range(3)))
+    for one in (deaths(was_alone=True), several):
+        assert one.waits_for_verdict(1.0)
+        assert not one.waits_for_verdict(VERDICT_S)
+
+
+def test_going_on_elsewhere_clears():
+    found = deaths()
+    found.learn(replace(BACK, previous_end="signal 11"))
+    assert found.survived()
+    assert not found.is_suspect(99.0)
+    assert not found.survived()
+
+
+def test_too_many_crashes_are_enough_wherever_they_were():
+    found = deaths(*(Death(f"d{k}", "x", 0.0, False) for k in range(MAX_CRASHES)))
+    assert found.is_guilty(VERDICT_S)
+
+
+def test_a_fingerprint_is_refused_for_ten_minutes_whatever_its_seed():
+    refused = Refused()
+    assert refused.left_s(REQUEST, 0.0) == 0
+    refused.add(REQUEST, 0.0)
+    again = replace(REQUEST, sampling=replace(REQUEST.sampling, seed=77), priority=3)
+    assert refused.left_s(again, 10.0) == REFUSED_S - 10
+    assert refused.left_s(again, REFUSED_S) == 0
+    assert refused.left_s(replace(REQUEST, prompt_tokens=(1, 2)), 10.0) == 0
+    assert refused.left_s(replace(REQUEST, sampling=replace(REQUEST.sampling, min_tokens=2)), 10.0) == 0
+
+
+def test_retries_are_a_tenth_of_successes_and_never_under_ten():
+    budget = RetryBudget()
+    assert [budget.take(1.0) for _ in range(LEAST + 1)] == [True] * LEAST + [False]
+    for _ in range(300):
+        budget.succeeded(2.0)
+    assert [budget.take(3.0) for _ in range(21)] == [True] * 20 + [False]
+    assert not budget.take(WINDOW_S + 1), "the last window still counts"
+    assert budget.take(3 * WINDOW_S)
