@@ -21,7 +21,7 @@ def main() -> int:
         print(error.message, file=sys.stderr)
         return 2
     set_up_logs(config.log_level, config.name or "decode")
-    return run_process(serve_worker(config, DecodeWorker), config.with_parent)
+    return run_process(serve_worker(config, DecodeWorker, is_process=True), config.with_parent)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,8 @@ class WorkerConfig(_Config):
     """A source may compute for a fetch for so long without a new step or block."""
     fetch_sending_s: float = Field(10.0, gt=0)
     """A source that has the blocks may send none for so long."""
+    drain_s: float = Field(30.0, ge=0)
+    """After SIGTERM, what runs here may go on for so long; then it goes on elsewhere. A second SIGTERM ends it at once."""
     step_target_s: float = Field(0.4, gt=0)
     """The time that catching up (chunks, tails) may take of one step."""
     max_step_tokens: int = Field(2048, ge=16)

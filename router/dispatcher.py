@@ -175,6 +175,10 @@ class Dispatcher:
         return list(self._lives.values())
 
     @property
+    def num_queued_tokens(self) -> int:
+        return self._queue.num_tokens
+
+    @property
     def is_ready(self) -> bool:
         return any(member.is_attached for member in self.members.of(Role.DECODE))
 

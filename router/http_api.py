@@ -133,6 +133,7 @@ class HttpApi:
                 "block_bytes": member.description.block_bytes,
                 "pid": member.description.pid,
                 "step": member.progress.step,
+                "state": member.state,
             }
             for member in self._dispatcher.members
         ]

@@ -9,6 +9,9 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
+
+from numpy.typing import NDArray
 
 from kvferry.kv.block_id import chain_root
 from kvferry.messages import (
@@ -53,6 +56,15 @@ class Member:
         """The number of the block event that must come next; None until a snapshot has come."""
         self.judged_step = 0
         self._view = view
+        self._has_left = False
+
+    def leave(self) -> None:
+        """The row may be another's from now on: what is still released here changes nothing."""
+        self._has_left = True
+
+    def _set(self, column: NDArray[Any], value: int) -> None:
+        if not self._has_left:
+            column[self.row] = value
 
     @property
     def is_attached(self) -> bool:
@@ -61,7 +73,7 @@ class Member:
 
     @is_attached.setter
     def is_attached(self, value: bool) -> None:
-        self._view.bools["is_attached"][self.row] = value
+        self._set(self._view.bools["is_attached"], value)
 
     @property
     def num_active(self) -> int:
@@ -69,7 +81,7 @@ class Member:
 
     @num_active.setter
     def num_active(self, value: int) -> None:
-        self._view.ints["num_active"][self.row] = value
+        self._set(self._view.ints["num_active"], value)
 
     @property
     def active_tokens(self) -> int:
@@ -77,7 +89,7 @@ class Member:
 
     @active_tokens.setter
     def active_tokens(self, value: int) -> None:
-        self._view.ints["active_tokens"][self.row] = value
+        self._set(self._view.ints["active_tokens"], value)
 
     @property
     def num_placed(self) -> int:
@@ -85,7 +97,7 @@ class Member:
 
     @num_placed.setter
     def num_placed(self, value: int) -> None:
-        self._view.ints["num_placed"][self.row] = value
+        self._set(self._view.ints["num_placed"], value)
 
     @property
     def is_alone(self) -> bool:
@@ -94,7 +106,14 @@ class Member:
 
     @is_alone.setter
     def is_alone(self, value: bool) -> None:
-        self._view.bools["is_reserved"][self.row] = value
+        self._set(self._view.bools["is_reserved"], value)
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        if self.progress.is_draining:
+            return "draining"
+        return "set aside" if self.is_aside else "ready" if self.is_attached else "attaching"
 
     @property
     def is_decode(self) -> bool:
@@ -168,6 +187,10 @@ class Members:
                     self.counters["set_aside"] += is_aside
                     self.view.bools["is_aside"][member.row] = is_aside
                     self.on_change()
+
+    @property
+    def num_indexed(self) -> int:
+        return len(self._index)
 
     def at_row(self, row: int) -> Member:
         return self._by_row[row]
@@ -294,6 +317,7 @@ class Members:
             self.view.close_row(member.row)
             self._index.retire(member.row)
             self.on_lost(member)
+            member.leave()
             del self._by_row[member.row]
             self.on_change()
 

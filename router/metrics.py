@@ -22,6 +22,9 @@ class RouterMetrics:
         self._ttft = self._histogram("ttft", "Accepted to first token.")
         self._tpot = self._histogram("tpot", "(E2E - TTFT) / (tokens - 1).")
         self._e2e = self._histogram("e2e", "Accepted to closed.")
+        self._error = self._histogram(
+            "ttft_prediction_error", "Between the predicted time to the first token and the real one."
+        )
         dispatcher.observe = self._observe
 
     def render(self) -> str:
@@ -36,6 +39,8 @@ class RouterMetrics:
             return
         self._ttft.observe(at["first_token"])
         self._e2e.observe(at["closed"])
+        if live.predicted_ttft_s is not None and live.journal.attempt == 1:
+            self._error.observe(abs(at["first_token"] - at["placed"] - live.predicted_ttft_s))
         num_tokens = live.journal.num_tokens // len(live.journal.choices)
         if num_tokens > 1:
             self._tpot.observe((at["last_token"] - at["first_token"]) / (num_tokens - 1))
@@ -56,6 +61,14 @@ class _StateCollector(Collector):
         for name, count in sorted(dispatcher.counters.items()):
             events.add_metric([name], count)
         yield events
+        tokens = GaugeMetricFamily("kvferry_queued_tokens", "Tokens of the requests that wait, answers included.")
+        tokens.add_metric([], dispatcher.num_queued_tokens)
+        yield tokens
+        view = CounterMetricFamily("kvferry_view_events", "What the router heard of its workers.", labels=["event"])
+        for name, count in sorted(dispatcher.members.counters.items()):
+            view.add_metric([name], count)
+        yield view
+        yield GaugeMetricFamily("kvferry_index_entries", "Blocks in the index.", value=dispatcher.members.num_indexed)
         yield GaugeMetricFamily("kvferry_ready", "1 if requests can be answered.", value=int(dispatcher.is_ready))
         yield GaugeMetricFamily("kvferry_degraded", "1 without prefill workers.", value=int(dispatcher.is_degraded))
         yield from self._workers()
@@ -76,6 +89,7 @@ class _StateCollector(Collector):
             "A second's operations (flops) and bytes: achieved while stepping, and the machine's ceiling.",
             labels=[*labels, "resource", "kind"],
         )
+        states = GaugeMetricFamily("kvferry_worker_state", "1 if it is so.", labels=[*labels, "state"])
         for member in self._dispatcher.members:
             names, progress = [member.worker_id, member.role.value], member.progress
             for state in ("waiting", "fetching", "running", "serving"):
@@ -84,10 +98,12 @@ class _StateCollector(Collector):
                 slots.add_metric([*names, state], getattr(progress.slots, f"num_{state}"))
             step.add_metric(names, progress.step)
             active.add_metric(names, member.num_active)
+            for state in ("draining", "set aside"):
+                states.add_metric([*names, state], int(member.state == state))
             for resource in ("flops", "bytes"):
                 rates.add_metric([*names, resource, "achieved"], getattr(progress, f"{resource}_per_s"))
                 ceiling = getattr(member.description, f"ceiling_{resource}_per_s")
                 rates.add_metric([*names, resource, "ceiling"], ceiling)
             for name, value in sorted(progress.counters.items()):
                 counters.add_metric([*names, name], value)
-        yield from (sequences, slots, step, active, counters, rates)
+        yield from (sequences, slots, step, active, states, counters, rates)

@@ -22,6 +22,8 @@ ALIKE = 1.25
 """Workers of a pool whose measurements lie within this factor of the median count as equal: what differs is noise."""
 MEASURED_ANEW_S = 0.1
 """What follows from all measurements of a pool is worked out at most so often."""
+FADES_S = 10.0
+"""What a worker measured before it had nothing to do for so long may not hold any more: it counts as its pool's median."""
 LAG_S = 0.25
 """A worker's progress may not yet know of what was placed so shortly before it came."""
 INTS = (
@@ -47,6 +49,7 @@ class WorkerView:
         self.bools = {name: np.zeros(num_rows, np.bool_) for name in BOOLS}
         self._rates = np.full((NUM_BUCKETS, num_rows), math.nan)
         self._reported_waiting = np.zeros(num_rows, np.int64)
+        self._last_step: list[tuple[int, float]] = [(-1, 0.0)] * num_rows
         self._pending: list[dict[int, tuple[float, int]]] = [{} for _ in range(num_rows)]
         self._links: list[dict[int, float]] = [{} for _ in range(num_rows)]
         self._free = list(range(num_rows - 1, -1, -1))
@@ -64,9 +67,10 @@ class WorkerView:
         for column in (*self.ints.values(), *self.floats.values(), *self.bools.values()):
             column[row] = 0
         self._rates[:, row] = math.nan
-        self.floats["step_base_s"][row] = math.nan
+        self.floats["step_base_s"][row] = self.floats["step_slope_s"][row] = math.nan
         self._reported_waiting[row] = 0
         self._pending[row], self._links[row] = {}, {}
+        self._last_step[row] = (-1, 0.0)
         self.ints["max_active"][row] = description.max_sequences
         self.ints["pool_tokens"][row] = description.pool_tokens
         self.bools["is_decode"][row] = description.role is Role.DECODE
@@ -99,11 +103,12 @@ class WorkerView:
         for number in [number for number, (at, _) in pending.items() if at < now - LAG_S]:
             del pending[number]
         self._sum_waiting(row)
-        if progress.step_s:
-            base_s, slope_s = _line(progress.step_s)
-            self.floats["step_base_s"][row], self.floats["step_slope_s"][row] = base_s, slope_s
-        if progress.tokens_per_s:
-            self._rates[:, row] = _curve(progress.tokens_per_s)
+        if progress.step != self._last_step[row][0]:
+            self._last_step[row] = (progress.step, now)
+        has_faded = now - self._last_step[row][1] > FADES_S
+        base_s, slope_s = _line({} if has_faded else progress.step_s)
+        self.floats["step_base_s"][row], self.floats["step_slope_s"][row] = base_s, slope_s
+        self._rates[:, row] = _curve({} if has_faded else progress.tokens_per_s)
         for worker_id, rate in progress.link_bytes_per_s.items():
             source = rows_of.get(worker_id)
             if source is not None and math.isfinite(rate) and rate > 0:
@@ -193,6 +198,7 @@ class WorkerView:
         self.bools = {name: np.concatenate([column, np.zeros_like(column)]) for name, column in self.bools.items()}
         self._rates = np.concatenate([self._rates, np.full_like(self._rates, math.nan)], axis=1)
         self._reported_waiting = np.concatenate([self._reported_waiting, np.zeros_like(self._reported_waiting)])
+        self._last_step += [(-1, 0.0)] * size
         self._pending += [{} for _ in range(size)]
         self._links += [{} for _ in range(size)]
         self._free += range(2 * size - 1, size - 1, -1)
@@ -206,7 +212,7 @@ def _line(step_s: Mapping[int, float]) -> tuple[float, float]:
     """Base and slope through the smallest and the largest batch that were measured; no slope falls."""
     known = _sane(step_s)
     if not known:
-        return math.nan, 0.0
+        return math.nan, math.nan
     (small, small_s), (large, large_s) = known[0], known[-1]
     slope_s = max((large_s - small_s) / (large - small), 0.0) if large > small else 0.0
     return max(small_s - small * slope_s, 1e-6), slope_s

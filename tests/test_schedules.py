@@ -20,7 +20,7 @@ import pytest
 from decode_worker.worker import DecodeWorker
 from kvferry.engine.engine import fake_engine
 from kvferry.engine.fake import KV_BYTES, fake_answer
-from kvferry.errors import DeadlineExceeded, EngineFailure, KvferryError, NoWorker, RoadFailed
+from kvferry.errors import DeadlineExceeded, EngineFailure, KvferryError, NoWorker, Overloaded, RoadFailed
 from kvferry.kv.frame import FIELDS
 from kvferry.kv.road import Road, roads_called
 from kvferry.messages import (
@@ -315,6 +315,11 @@ class Run:
             )
         except NoWorker:
             self.happened["refused"] += 1
+            return
+        except Overloaded:
+            self.happened["refused"] += 1
+            if ask.timeout_s is None:
+                raise
             return
         try:
             async with asyncio.timeout(ask.leaves_after_s):

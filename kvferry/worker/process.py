@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,12 @@ from kvferry.engine.roofline import Ceilings, measure_ceilings
 from kvferry.engine.unpack import make_model
 from kvferry.kv.road import roads_called
 from kvferry.process import read_secret, read_tls, say_state
+from kvferry.racing import until_first
 from kvferry.rpc.links import GrpcDialer, add_decode_service, add_fetch_service, bind, new_server
 from kvferry.shape import pool_tokens, read_checkpoint_shape, read_shape
 from kvferry.streams import Dialer
 from kvferry.worker.allocation import keep_freed_memory
+from kvferry.worker.draining import Draining
 from kvferry.worker.loop import Executor, ThreadExecutor
 from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.settings import WorkerSettings
@@ -67,8 +70,12 @@ async def _simulate(config: WorkerConfig) -> Loaded:
     return Loaded(made.engine, made.executor, made.ceilings)
 
 
-async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, Dialer, WorkerSettings], Any]) -> None:
-    """Until cancelled. Raises ConfigurationError or JoinRefused."""
+async def serve_worker(
+    config: WorkerConfig,
+    make: Callable[[Engine, Executor, Dialer, WorkerSettings], Any],
+    is_process: bool = False,
+) -> None:
+    """Until cancelled. Raises ConfigurationError or JoinRefused. `is_process`: SIGTERM is this worker's; it drains before it ends."""
     keep_freed_memory()
     name = config.name or f"{config.role}-{os.getpid()}"
     roads = roads_called(config.transport)
@@ -107,8 +114,11 @@ async def serve_worker(config: WorkerConfig, make: Callable[[Engine, Executor, D
     say_state(
         "listening", address=settings.address, name=name, pool_tokens=engine.num_slots * engine.identity.block_size
     )
+    draining = Draining(worker, config.drain_s)
+    if is_process:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, draining.begin)
     try:
-        await worker.run()
+        await until_first(worker.run(), draining.run())
     finally:
         await server.stop(0.2)
         await dialer.close()

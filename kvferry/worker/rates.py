@@ -8,6 +8,9 @@ from typing import TypeVar
 from kvferry.engine.plan import Plan
 
 SMOOTHING = 0.2
+MOST = 4.0
+"""A single measurement counts as at most so many times the mean, and at least its inverse: a process that was stopped for a while is
+not slow for long."""
 
 
 def bucket(count: int) -> int:
@@ -54,4 +57,8 @@ K = TypeVar("K")
 
 
 def _mix(means: dict[K, float], key: K, value: float) -> None:
-    means[key] = means[key] + SMOOTHING * (value - means[key]) if key in means else value
+    if key in means:
+        mean = means[key]
+        means[key] = mean + SMOOTHING * (min(max(value, mean / MOST), mean * MOST) - mean)
+    else:
+        means[key] = value
