@@ -32,6 +32,7 @@ class RawAnswer:
     """Of the first event, or of the first bytes of what is no stream."""
     ended_s: float
     num_events: int = 0
+    """With text or token ids: the usage chunk is none."""
     num_tokens: int = 0
     """As the usage says; the events without one."""
     is_whole: bool = False
@@ -130,7 +131,7 @@ class RawConnection(asyncio.Protocol):
                 self._sent_s,
                 self._first_s or ended_s,
                 ended_s,
-                self._num_events,
+                self._num_events - 1 if usage else self._num_events,
                 int(usage[1]) if usage else self._num_events,
                 status != LOST and DONE in self._tail,
                 _worker_s(self._tail),
