@@ -29,14 +29,21 @@ class PlacementAdapter:
     def apply_events(self, worker: int, sealed: Sequence[bytes], evicted: Sequence[bytes]) -> None:
         self._index.update(self._names[worker], sealed, evicted)
 
-    def place(self, block_ids: Sequence[bytes]) -> None:
+    def prepare(self, block_ids: Sequence[bytes]) -> Sequence[bytes]:
+        return block_ids
+
+    def place(self, prepared: Sequence[bytes]) -> Any:
+        block_ids = prepared
         tokens = len(block_ids) * BLOCK_SIZE
         demand = self._placement.Demand(tokens, 1, tokens + BLOCK_SIZE, len(block_ids) - 1, BLOCK_SIZE)
         workers = [
             self._placement.WorkerSnapshot(name, num_held_blocks=self._index.num_held(name, block_ids), **IDLE)
             for name in self._names
         ]
-        self._placement.place(demand, workers, [], BLOCK_SIZE)
+        return self._placement.place(demand, workers, [], BLOCK_SIZE)
+
+    def note(self, prepared: Sequence[bytes], placement: Any) -> None:
+        """Nothing: the next one is told by the workers."""
 
 
 def new_index(num_workers: int) -> PlacementAdapter:

@@ -159,9 +159,15 @@ class RecordingIndex:
         self.held[worker] |= set(sealed)
         self.held[worker] -= set(evicted)
 
+    def prepare(self, block_ids):
+        return block_ids
+
     def place(self, block_ids):
         longest = max((k for k, one in enumerate(block_ids, 1) for held in self.held if one in held), default=0)
-        self.prompts.append((len(block_ids), longest))
+        return len(block_ids), longest
+
+    def note(self, block_ids, placement):
+        self.prompts.append(placement)
 
 
 def test_the_load_fills_places_and_evicts_what_was_sealed(monkeypatch):
@@ -186,9 +192,10 @@ def test_the_load_fills_places_and_evicts_what_was_sealed(monkeypatch):
 
 
 def test_placement_figures_stand_beside_their_targets():
-    measured = PlacementMeasurement([1e-4] * 100, 1000, 8000, 200_000, 0.1, 100_000, 8.0)
+    measured = PlacementMeasurement([1e-4] * 100, [1e-5] * 100, 1000, 8000, 200_000, 0.1, 100_000, 8.0)
     figures = by_name(placement_load.figures_of(measured))
     assert figures["place_p99"].value == pytest.approx(100)
+    assert figures["note_p99"].value == pytest.approx(10)
     assert figures["entry_bytes"].holds is False
     assert figures["events_core_share"].value == pytest.approx(200_000 / 8 / 1e6)
     assert figures["points_core_share"].value == pytest.approx(0.2)
