@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import psutil
 
 from kvferry.errors import KvferryError
 from loadtest.raw_load import LoadOrder, run_load
-from loadtest.raw_stream import RawAnswer, completion_request, open_connection
+from loadtest.raw_stream import LOST, RawAnswer, completion_request, open_connection
 from loadtest.report import percentile
 from loadtest.router_figures import (
     MAX_BROKEN,
@@ -134,7 +135,7 @@ def figures_of(ordeal: Ordeal) -> list[RouterFigure]:
     answers, slo = ordeal.answers, ordeal.slo
     refusals_ms = [(answer.ended_s - answer.sent_s) * 1e3 for answer in answers if answer.status in REFUSED]
     num_late = sum(answer.is_whole and not slo.is_met(answer) for answer in answers)
-    num_broken = sum(answer.status not in REFUSED and not answer.is_whole for answer in answers)
+    broken = Counter(answer.status for answer in answers if answer.status not in REFUSED and not answer.is_whole)
     good, half = goodput(answers, slo), len(ordeal.rss_bytes) // 2
     early, late = max(ordeal.rss_bytes[:half]), max(ordeal.rss_bytes[half:])
     offered = f"{len(answers)} requests offered at {TIMES_CAPACITY:g} times {ordeal.best_goodput:.1f}/s"
@@ -144,6 +145,7 @@ def figures_of(ordeal: Ordeal) -> list[RouterFigure]:
     normal = f"to {NORMAL_TTFT:g} times the idle TTFT of {ordeal.idle_ttft_s * 1e3:.1f} ms"
     memory = f"second half of the time to the first; {late / 2**20:.0f} MiB at most"
     refused = f"of {len(refusals_ms)} refusals"
+    ends = f"neither finished nor refused; by status ({LOST} is a lost connection): {dict(broken)}"
     return [
         RouterFigure("best_goodput", ordeal.best_goodput, "requests/s", note=f"closed loop; {limits}"),
         RouterFigure("overload_goodput", good, "requests/s", note=f"{offered}; {num_late} finished too late"),
@@ -151,7 +153,7 @@ def figures_of(ordeal: Ordeal) -> list[RouterFigure]:
         RouterFigure("refusal_p99", percentile(refusals_ms, 99), "ms", at_most=MAX_REFUSAL_MS, note=refused)
         if refusals_ms
         else RouterFigure("refusal_p99", math.inf, "ms", at_most=MAX_REFUSAL_MS, note="nothing was refused"),
-        RouterFigure("broken", num_broken, "requests", at_most=MAX_BROKEN, note="neither finished nor refused"),
+        RouterFigure("broken", broken.total(), "requests", at_most=MAX_BROKEN, note=ends),
         RouterFigure("rss_ratio", late / early, "times", at_most=MAX_RSS_RATIO, note=memory),
         RouterFigure("recovery", back_s, "s", at_most=MAX_RECOVERY_S, note=normal),
     ]
