@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
@@ -120,7 +120,7 @@ async def _open_loop(order: LoadOrder, rng: random.Random) -> list[RawAnswer]:
     return answers
 
 
-def _usable(idle: list[RawConnection]):
+def _usable(idle: list[RawConnection]) -> Iterator[RawConnection]:
     while idle:
         if (connection := idle.pop()).is_open:
             yield connection
