@@ -54,8 +54,8 @@ class Simulated:
         weights = (costs.num_projection_weights + costs.num_output_weights) * costs.bytes_per_weight
         return weights / accelerator.reached.bytes_per_s + accelerator.step_s
 
-    def plan(self, model: Path, num_decode: int) -> LocalPlan:
-        extra = {"decode": [f"--max-sequences={self.max_sequences}"]}
+    def plan(self, model: Path, num_decode: int, router_flags: Sequence[str] = ()) -> LocalPlan:
+        extra = {"decode": [f"--max-sequences={self.max_sequences}"], "router": [*router_flags]}
         return LocalPlan(
             model,
             0,
@@ -104,12 +104,14 @@ async def measure_placement(bench: RouterBench, notes: Console) -> list[RouterFi
 
 async def measure_overload(bench: RouterBench, notes: Console) -> list[RouterFigure]:
     notes.print(f"  best goodput, then {overload.TIMES_CAPACITY:g} times as many requests for {bench.overload_s:g} s")
-    plan = LONG_STEPS.plan(bench.model, NUM_OVERLOADED)
+    slo = Slo()
+    flags = (f"--slo-ttft-ms={slo.ttft_s * 1e3:g}", f"--slo-tpot-ms={slo.tpot_s * 1e3:g}")
+    plan = LONG_STEPS.plan(bench.model, NUM_OVERLOADED, flags)
     async with LocalDeployment(plan).running() as deployment:
         router = deployment.children["router"]
         num_slots = NUM_OVERLOADED * LONG_STEPS.max_sequences
         ordeal = await overload.undergo(
-            deployment.url, router.details["model"], router.pid, num_slots, bench.overload_s, Slo()
+            deployment.url, router.details["model"], router.pid, num_slots, bench.overload_s, slo
         )
     return overload.figures_of(ordeal)
 
