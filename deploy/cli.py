@@ -301,6 +301,36 @@ def bench_peers(
         report_contest(peers, directory, rounds, only or [], as_json, notes)
 
 
+@bench_app.command("router")
+def bench_router(
+    part: Annotated[
+        list[str] | None,
+        typer.Option("--part", help="streams, placement or overload; may be repeated. All if not given."),
+    ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option("--peers", help="Directory with the peers' environments; without it ours alone is run."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Every contender takes one turn in each.")] = 3,
+    decode: Decode = 1,
+    overload_s: Annotated[float, typer.Option("--overload-s", min=5, help="The overload's length in seconds.")] = 60.0,
+    index_blocks: Annotated[
+        int, typer.Option("--index-blocks", min=1_000_000, help="Blocks that the index's workers hold together.")
+    ] = 10_000_000,
+    announce_every: Annotated[
+        int, typer.Option("--announce-every", min=1, help="Of a chain's blocks, the index hears of one in so many.")
+    ] = 8,
+    model: Model = None,
+    as_json: Json = False,
+) -> None:
+    """The router: what it adds to a request, placement at a large scale, overload; simulated workers. Let nothing else run."""
+    from deploy.router_bench import RouterBench
+    from deploy.router_report import print_router_figures
+
+    bench = RouterBench(_directory(model), peers, decode, rounds, overload_s, index_blocks, announce_every)
+    _run(print_router_figures(bench, part or [], as_json, notes))
+
+
 async def _at_service(measure: Any, url: str | None, plan: LocalPlan | None) -> None:
     if url:
         await measure(url.rstrip("/"))

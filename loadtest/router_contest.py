@@ -1,0 +1,166 @@
+"""What a router adds to the first token and how many tokens a second pass through it: ours, and others in front of stub workers.
+
+*Added TTFT* is measured with one stream. Ours: the client's TTFT less what the worker took, which is its own time from the request's
+arrival to the first token (the simulated step included), by the server's instants `placed` and `first_token`. A peer's: the client's
+median TTFT through it less that of the stub asked directly. So ours bears, besides, the client's own cost, which the subtraction takes
+from the peers'. The client, its requests and the length of a step are the same for all. Each contender
+takes its turn in every round, and figures are medians over the rounds.
+"""
+
+import statistics
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError
+from loadtest.raw_load import LoadOrder, run_load
+from loadtest.raw_stream import RawAnswer
+from loadtest.router_figures import MAX_ADDED_TTFT_MS, MIN_TOKENS_PER_S, RouterFigure
+
+NUM_STREAMS, OUTPUT_TOKENS = 64, 64
+SINGLE_ROUNDS, STREAM_ROUNDS = 60, 10
+OURS, DIRECT = "kvferry", "no router"
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    name: str
+    url: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of one turn, seconds."""
+
+    contestant: str
+    ttft_s: float
+    """One stream, each request over a connection of its own; of ours without the worker's part."""
+    kept_ttft_s: float
+    """The same over one connection that is kept."""
+    tokens_per_s: float
+    events_per_s: float
+    """Fewer than tokens where a slow reader's tokens were sent together."""
+    busy_ttft_s: float
+    """With all streams, the worker's part and the wait for it included."""
+
+
+async def read_in_turn(contestants: Sequence[Contestant], num_rounds: int) -> AsyncIterator[Reading]:
+    """Raises KvferryError for a contestant that does not answer as it should."""
+    for contestant in contestants:
+        await _answers(contestant, num_streams=8, num_rounds=2)
+    for _ in range(num_rounds):
+        for contestant in contestants:
+            yield await _read(contestant)
+
+
+async def _read(contestant: Contestant) -> Reading:
+    fresh = await _answers(contestant, num_rounds=SINGLE_ROUNDS, is_kept=False)
+    kept = await _answers(contestant, num_rounds=SINGLE_ROUNDS)
+    busy = await _answers(contestant, num_streams=NUM_STREAMS, num_rounds=STREAM_ROUNDS)
+    return reading_of(contestant.name, fresh, kept, busy)
+
+
+async def _answers(
+    contestant: Contestant, num_streams: int = 1, num_rounds: int = 1, is_kept: bool = True
+) -> list[RawAnswer]:
+    order = LoadOrder(contestant.url, contestant.model, num_streams, num_rounds, is_kept=is_kept)
+    answers = await run_load(order)
+    broken = [answer for answer in answers if answer.status != 200 or not answer.is_whole]
+    if broken:
+        raise KvferryError(f"{contestant.name}: {len(broken)} of {len(answers)} answers failed: {broken[0]}")
+    return answers
+
+
+def reading_of(name: str, fresh: Sequence[RawAnswer], kept: Sequence[RawAnswer], busy: Sequence[RawAnswer]) -> Reading:
+    wall_s = max(answer.ended_s for answer in busy) - min(answer.sent_s for answer in busy)
+    return Reading(
+        name,
+        statistics.median(answer.ttft_s - (answer.worker_s or 0.0) for answer in fresh),
+        statistics.median(answer.ttft_s - (answer.worker_s or 0.0) for answer in kept),
+        sum(answer.num_tokens for answer in busy) / wall_s,
+        sum(answer.num_events for answer in busy) / wall_s,
+        statistics.median(answer.ttft_s for answer in busy),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A contestant's medians over the rounds."""
+
+    contestant: str
+    added_ttft_ms: float
+    kept_added_ttft_ms: float
+    tokens_per_s: float
+    events_per_s: float
+    busy_ttft_ms: float
+
+
+def standings_of(readings: Sequence[Reading]) -> dict[str, Standing]:
+    """By contestant. A peer's TTFT is less that of no router in the same round; ours is less the worker's part already."""
+    by_name: dict[str, list[Reading]] = {}
+    for reading in readings:
+        by_name.setdefault(reading.contestant, []).append(reading)
+    direct = by_name.get(DIRECT, [])
+    return {name: _standing(name, own, () if name in (OURS, DIRECT) else direct) for name, own in by_name.items()}
+
+
+def _standing(name: str, own: Sequence[Reading], less: Sequence[Reading]) -> Standing:
+    def median(of: str) -> float:
+        return statistics.median(getattr(reading, of) for reading in own)
+
+    def added_ms(of: str) -> float:
+        base = [getattr(reading, of) for reading in less] or [0.0] * len(own)
+        return 1e3 * statistics.median(
+            getattr(reading, of) - without for reading, without in zip(own, base, strict=False)
+        )
+
+    added = (added_ms("ttft_s"), added_ms("kept_ttft_s"))
+    return Standing(name, *added, median("tokens_per_s"), median("events_per_s"), median("busy_ttft_s") * 1e3)
+
+
+def figures_of(standings: Mapping[str, Standing]) -> list[RouterFigure]:
+    """Ours beside their targets, then what each peer has and the ratios of ours to it."""
+    ours, figures = standings[OURS], list[RouterFigure]()
+    figures += [
+        RouterFigure(
+            "added_ttft", ours.added_ttft_ms, "ms", at_most=MAX_ADDED_TTFT_MS, note="one stream, new connections"
+        ),
+        RouterFigure(
+            "added_ttft_kept",
+            ours.kept_added_ttft_ms,
+            "ms",
+            at_most=MAX_ADDED_TTFT_MS,
+            note="one stream, one connection",
+        ),
+        RouterFigure(
+            "tokens_per_s",
+            ours.tokens_per_s,
+            "tokens/s",
+            at_least=MIN_TOKENS_PER_S,
+            note=f"{NUM_STREAMS} streams; {ours.events_per_s:,.0f} events/s",
+        ),
+        RouterFigure("busy_ttft", ours.busy_ttft_ms, "ms", note=f"{NUM_STREAMS} streams, worker included"),
+    ]
+    for name, peer in standings.items():
+        if name != OURS:
+            figures += _figures_beside(ours, peer)
+    return figures
+
+
+def _figures_beside(ours: Standing, peer: Standing) -> list[RouterFigure]:
+    name = peer.contestant.replace(" ", "_")
+    shown = [
+        RouterFigure(f"{name}_tokens_per_s", peer.tokens_per_s, "tokens/s"),
+        RouterFigure(f"{name}_busy_ttft", peer.busy_ttft_ms, "ms"),
+        RouterFigure(f"tokens_ratio_to_{name}", ours.tokens_per_s / peer.tokens_per_s, "times"),
+    ]
+    if peer.contestant == DIRECT:
+        return shown
+    for what, mine, theirs in (
+        ("added_ttft", ours.added_ttft_ms, peer.added_ttft_ms),
+        ("added_ttft_kept", ours.kept_added_ttft_ms, peer.kept_added_ttft_ms),
+    ):
+        shown.append(RouterFigure(f"{name}_{what}", theirs, "ms"))
+        if theirs > 0:
+            shown.append(RouterFigure(f"{what}_ratio_to_{name}", mine / theirs, "times"))
+    return shown
