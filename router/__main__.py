@@ -93,7 +93,11 @@ def _limits(config: RouterConfig) -> DispatchLimits:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+        # Connections inherit it; asyncio sets it itself only where it made the socket. Without it each event would wait for the
+        # client to acknowledge the one before.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
         reason = f"cannot listen at {host}:{port}: {error.strerror}"
         raise ConfigurationError(f"{reason}; choose another --port, or 0 for any") from error

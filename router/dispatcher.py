@@ -394,7 +394,7 @@ class Dispatcher:
         live = self._current(member, new.number, new.attempt)
         if live is None:
             return
-        was_open = [choice.choice for choice in live.journal.choices if choice.finish is None]
+        was_open = new.choice < len(live.journal.choices) and live.journal.choices[new.choice].finish is None
         acceptance = live.journal.accept(new)
         if acceptance is Acceptance.GAP:
             self._skipped(member, live)
@@ -405,7 +405,7 @@ class Dispatcher:
         live.changed.ring()
         if live.journal.is_done:
             self._end(live, LiveState.FINISHED)
-        elif new.choice in was_open and live.journal.choices[new.choice].finish is not None:
+        elif was_open and live.journal.choices[new.choice].finish is not None:
             self._cancel_on_worker(live, (new.choice,))
 
     def _take_prompt_logprobs(self, member: Member, new: PromptLogprobs) -> None:

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvferry.errors import (
@@ -45,19 +46,22 @@ class HttpApi:
     def __init__(self, dispatcher: Dispatcher, maker: RequestMaker, metrics: RouterMetrics):
         self._dispatcher, self._maker, self._metrics = dispatcher, maker, metrics
 
-    def app(self) -> FastAPI:
-        app = FastAPI(title="kvferry", docs_url=None, redoc_url=None, openapi_url=None)
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/completions", self.completions, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
-        app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
-        app.add_api_route("/health/ready", self.ready, methods=["GET"], response_model=None)
-        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
-        app.add_exception_handler(KvferryError, _kvferry_error)
-        app.add_exception_handler(HTTPException, _http_error)
-        app.add_exception_handler(Exception, _unexpected_error)
-        return app
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/health/ready", self.ready, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
+        handlers: dict[Any, Any] = {
+            KvferryError: _kvferry_error,
+            HTTPException: _http_error,
+            Exception: _unexpected_error,
+        }
+        return Starlette(routes=routes, exception_handlers=handlers)
 
     # ---------------------------------------------------------------------------------------------------- generation
 
@@ -104,11 +108,12 @@ class HttpApi:
 
     # -------------------------------------------------------------------------------------------------------- the rest
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
+        del request
         return JSONResponse({"object": "list", "data": [self._model()]})
 
-    async def model(self, name: str) -> Response:
-        self._maker.check_model(name)
+    async def model(self, request: Request) -> Response:
+        self._maker.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -116,10 +121,12 @@ class HttpApi:
         limit = self._dispatcher.max_kv_tokens or sizes.context_tokens
         return {"id": name, "object": "model", "created": 0, "owned_by": "kvferry", "max_model_len": limit}
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
+        del request
         return JSONResponse({"status": "alive"})
 
-    async def ready(self) -> Response:
+    async def ready(self, request: Request) -> Response:
+        del request
         is_ready, is_degraded = self._dispatcher.is_ready, self._dispatcher.is_degraded
         status = "degraded" if is_degraded else "ready" if is_ready else "not ready"
         workers = [
@@ -139,7 +146,8 @@ class HttpApi:
         ]
         return JSONResponse({"status": status, "workers": workers}, 200 if is_ready else 503)
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
+        del request
         return PlainTextResponse(self._metrics.render(), media_type=self._metrics.CONTENT_TYPE)
 
 
@@ -189,8 +197,7 @@ class StreamedAnswer(Response):
             worth = [one for one in numbered if choices[one.index].is_worth_sending(one.delta)]
 
             def render(worth: list[NumberedDelta] = worth) -> bytes:
-                pieces = [choices[one.index].piece(one.delta) for one in worth]
-                return b"".join(self._shape.chunk(piece, self._includes_usage) for piece in pieces)
+                return b"".join([choices[one.index].chunk(one.delta, self._includes_usage) for one in worth])
 
             if any(choices[one.index].begins_with_scores for one in worth):
                 yield await asyncio.to_thread(render)

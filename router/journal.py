@@ -92,6 +92,9 @@ class ChoiceJournal:
     def text(self) -> str:
         return "".join(self._pieces)
 
+    def has_after(self, position: int) -> bool:
+        return position < len(self._pieces)
+
     def read(self, position: int) -> tuple[Delta | None, int]:
         """What follows `position`, and the position after it; None if there is nothing."""
         if position >= len(self._pieces):

@@ -207,7 +207,8 @@ async def deltas_of(lives: Sequence[Live]) -> AsyncIterator[list[NumberedDelta]]
                 new.append(NumberedDelta(index, delta))
         if new:
             yield new
-            continue
+            if any(choice.has_after(position) for choice, position in zip(choices, positions, strict=True)):
+                continue
         _raise_first_error(lives)
         if all(live.has_ended for live in lives):
             return

@@ -4,12 +4,13 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from json.encoder import encode_basestring
 from typing import Any
 
 from kvferry.errors import KvferryError
 from kvferry.text.model_text import ModelText
-from router.journal import ChoiceJournal, Delta
+from router.journal import ChoiceJournal, Delta, FinishReason
 from router.live import Live
 from router.openai_logprobs import CompletionLogprobs, chat_logprobs, cut, joined, prompt_logprobs
 from router.openai_request import Body, ChatBody
@@ -148,6 +149,7 @@ class ChoiceShape:
         self._shape, self._index, self._live = shape, index, live
         self._places = CompletionLogprobs(shape.text)
         self._has_begun = False
+        self._around: dict[FinishReason | None, tuple[bytes, bytes]] = {}
 
     def is_worth_sending(self, delta: Delta) -> bool:
         """Not half a character, nor text that may begin a stop string, unless tokens are of interest themselves."""
@@ -159,6 +161,18 @@ class ChoiceShape:
         """The next piece is long: it has the log-probabilities of an echoed prompt."""
         request = self._live.request
         return not self._has_begun and request.echo is not None and request.sampling.num_prompt_logprobs is not None
+
+    def chunk(self, delta: Delta, includes_usage: bool) -> bytes:
+        """One event of a stream. All but the text is the same from piece to piece, and made once."""
+        shape = self._shape
+        if not self._has_begun or shape.returns_token_ids or self._live.request.sampling.num_logprobs is not None:
+            return shape.chunk(self.piece(delta), includes_usage)
+        around = self._around.get(delta.finish)
+        if around is None:
+            whole = shape.chunk(self.piece(replace(delta, text=PLACE_OF_TEXT)), includes_usage)
+            before, _, after = whole.rpartition(f'"{PLACE_OF_TEXT}"'.encode())
+            around = self._around[delta.finish] = (before, after)
+        return b"".join((around[0], encode_basestring(delta.text).encode(), around[1]))
 
     def piece(self, delta: Delta) -> dict[str, Any]:
         is_first = not self._has_begun
@@ -190,6 +204,8 @@ class ChoiceShape:
 
 
 DONE = b"data: [DONE]\n\n"
+PLACE_OF_TEXT = "@the text@"
+"""The last of its kind in a chunk: what follows it are a finish reason and the usage's null."""
 
 
 def event(body: dict[str, Any]) -> bytes:

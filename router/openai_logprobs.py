@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from kvferry.messages import TokenLogprobs
+from kvferry.text.decoding import TextStream
 from kvferry.text.model_text import ModelText
 
 
@@ -43,8 +45,12 @@ class CompletionLogprobs:
     """The completions' shape, of one choice, in one piece or several: it counts the offsets in the text."""
 
     def __init__(self, text: ModelText):
-        self._text, self._stream = text, text.stream()
+        self._text = text
         self._offset = 0
+
+    @cached_property
+    def _stream(self) -> TextStream:
+        return self._text.stream()
 
     def prompt(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], echo: str) -> dict[str, Any]:
         """Of an echoed prompt, whose first token has none. Special tokens that stand in its text take their room there."""

@@ -261,9 +261,11 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _refuse_unsupported(content: dict[str, Any], of_other_route: dict[str, tuple[Any, ...]]) -> None:
-    for name, harmless in (NOT_SUPPORTED | of_other_route).items():
-        value = content.get(name)
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless):
+    for name, value in content.items():
+        harmless = of_other_route.get(name) or NOT_SUPPORTED.get(name)
+        if harmless is not None and not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
+        ):
             where = "a field of this route" if name in of_other_route else "supported by this server"
             raise InvalidRequest(f"{name} is not {where}: leave it out", name, "unsupported_parameter")
 

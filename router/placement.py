@@ -5,7 +5,7 @@ time: until the first token (waiting, computing, moving, tail), per token after 
 Policies differ in the score of decode workers and in the order of sources; what they must not do is the same for all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -209,8 +209,15 @@ def _sources(demand: Demand, columns: Columns) -> NDArray[np.intp]:
         return np.empty(0, np.intp)
     chain_tokens = demand.num_blocks_before_tail * demand.block_size
     able = ~columns.is_decode & columns.is_usable & (columns.pool_tokens >= chain_tokens)
-    rows = np.flatnonzero(able)
-    return rows[~np.isin(rows, list(demand.failed_rows))] if demand.failed_rows else rows
+    return _without(able, demand.failed_rows)
+
+
+def _without(rows: Bools, excluded: Iterable[int]) -> NDArray[np.intp]:
+    """`rows` is the caller's to change."""
+    for row in excluded:
+        if row < len(rows):
+            rows[row] = False
+    return np.flatnonzero(rows)
 
 
 def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], sources: NDArray[np.intp]) -> _DecodeCosts:
@@ -222,13 +229,20 @@ def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], sour
     fetching_s += missing / columns.tokens_per_s[rows] * (1 + np.maximum(active, 1))
     if len(sources):
         wait_s = columns.waiting_tokens[sources] / columns.tokens_per_s[sources]
-        total_s = wait_s + (num_blocks - columns.held_blocks[sources]) * size / columns.tokens_per_s[sources]
+        total_s = (
+            wait_s
+            + (num_blocks - np.minimum(columns.held_blocks[sources], num_blocks)) * size / columns.tokens_per_s[sources]
+        )
         if len(sources) > NUM_COMPARED_SOURCES:
             best = np.argpartition(total_s, NUM_COMPARED_SOURCES)[:NUM_COMPARED_SOURCES]
             sources, wait_s = sources[best], wait_s[best]
-        start = np.maximum(columns.held_blocks[rows][:, None], columns.held_blocks[sources][None, :])
-        computing_s = np.maximum(num_blocks - start, 0) * size / columns.tokens_per_s[sources]
-        remote_s = (wait_s + computing_s).min(axis=1) + FETCH_S
+        held, block_s = columns.held_blocks[rows], size / columns.tokens_per_s[sources]
+        start = np.maximum(columns.held_blocks[sources][:, None], np.minimum(held, num_blocks)[None, :])
+        times_s = (num_blocks - start) * block_s[
+            :, None
+        ]  # one row for each source: long rows are what numpy is fast at
+        times_s += wait_s[:, None]
+        remote_s = times_s.min(axis=0) + FETCH_S
         fetching_s = np.where(missing > 0, np.minimum(fetching_s, remote_s), 0.0)
     step_s = columns.step_base_s[rows] + columns.step_slope_s[rows] * (active + demand.num_choices)
     ttft_s = fetching_s + step_s
@@ -342,9 +356,10 @@ def _ordered(
 
 
 def _decode_holders(demand: Demand, columns: Columns, decode: int) -> NDArray[np.intp]:
-    rows = np.flatnonzero(columns.is_decode & columns.is_usable & (columns.held_blocks > 0))
-    excluded = [decode, *demand.failed_rows]
-    return rows[~np.isin(rows, excluded)]
+    holds = columns.held_blocks > 0
+    if not holds.any():
+        return np.empty(0, np.intp)
+    return _without(holds & columns.is_decode & columns.is_usable, demand.failed_rows | {decode})
 
 
 def _holders(demand: Demand, columns: Columns, sources: tuple[int, ...]) -> tuple[int, ...]:

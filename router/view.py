@@ -232,15 +232,19 @@ def _curve(tokens_per_s: Mapping[int, float]) -> list[float]:
 
 
 def held_by_row(held: Iterable[tuple[int, int]], num_rows: int) -> NDArray[np.int64]:
-    """From (rows as bits, blocks), the deepest first."""
-    blocks = np.zeros(num_rows, np.int64)
-    num_bytes = (num_rows + 7) // 8
+    """From (rows as bits, blocks); a row that occurs more than once has the most of it."""
+    blocks, num_bytes, all_rows = np.zeros(num_rows, np.int64), (num_rows + 7) // 8, (1 << num_rows) - 1
+    joined, counts = list[bytes](), list[int]()
     for rows, count in held:
-        rows &= (1 << num_rows) - 1
+        rows &= all_rows
         if rows.bit_count() == 1:
             row = rows.bit_length() - 1
             blocks[row] = max(blocks[row], count)
         elif rows:
-            bits = np.unpackbits(np.frombuffer(rows.to_bytes(num_bytes, "little"), np.uint8), bitorder="little")
-            np.maximum(blocks, np.where(bits[:num_rows], count, 0), out=blocks)
-    return blocks
+            joined.append(rows.to_bytes(num_bytes, "little"))
+            counts.append(count)
+    if not joined:
+        return blocks
+    packed = np.frombuffer(b"".join(joined), np.uint8).reshape(len(joined), num_bytes)
+    bits = np.unpackbits(packed, axis=1, count=num_rows, bitorder="little")
+    return np.maximum(blocks, (bits * np.array(counts, np.int32)[:, None]).max(axis=0))

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+NEW_DECODER = codecs.getincrementaldecoder("utf-8")
+
 
 class TextStream(Protocol):
     """One choice's text."""
@@ -51,7 +53,7 @@ class TokenBytes:
 class ByteLevelStream:
     def __init__(self, token_bytes: TokenBytes):
         self._token_bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = NEW_DECODER("replace")
 
     def push(self, token: int) -> str:
         return self._decoder.decode(self._token_bytes[token])

@@ -136,7 +136,8 @@ class EngineLoop:
             self._executor.close()
 
     async def _let_senders_run(self) -> None:
-        """They take what was committed before the next plan may evict it."""
+        """They take what was committed: tokens do not wait for the next plan, and blocks may be evicted by it."""
+        self.emit()
         self.stepped.ring()
         for _ in range(SENDER_TURNS):
             await asyncio.sleep(0)
