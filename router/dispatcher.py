@@ -110,7 +110,7 @@ class Dispatcher:
         now = self._now()
         deadline_s = now + (request.timeout_s or self.limits.request_timeout_s)
         live = Live(self._next_number + 1, request, self._text, now, deadline_s)
-        max_wait_s = min(self.limits.queue_timeout_s, self.placer.slo_ttft_s(live), deadline_s - now)
+        max_wait_s = min(self.limits.queue_timeout_s, self.placer.max_wait_s(live), deadline_s - now)
         refusal = self._admission.refusal(live, now, max_wait_s)
         if refusal is not None:
             self.counters["rejected_overloaded"] += 1
@@ -462,7 +462,7 @@ class Dispatcher:
         self._release(live)
         if state is LiveState.FINISHED:
             self._retries.succeeded(self._now())
-            self.placer.finished(live.journal.num_tokens // len(live.journal.choices))
+            self.placer.finished(live)
         live.error = error
         live.instants_s["closed"] = self._now() - live.accepted_s
         del self._lives[live.number]

@@ -16,6 +16,8 @@ from router.view import held_by_row
 
 SMOOTHING = 0.05
 INITIAL_OUTPUT_TOKENS = 128.0
+SLO_MARGIN = 0.7
+"""Of the time that a request may wait: a queue that is let in up to its limit settles there, and half of it comes too late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,21 @@ class Placer:
     def __init__(self, members: Members, rules: PlacingRules):
         self._members, self.rules = members, rules
         self._output_tokens = INITIAL_OUTPUT_TOKENS
+        self._placed_ttft_s = 0.0
 
-    def finished(self, num_output_tokens: int) -> None:
-        """Of one choice: what the next ones are expected to yield."""
-        self._output_tokens += SMOOTHING * (num_output_tokens - self._output_tokens)
+    def finished(self, live: Live) -> None:
+        """What the next ones are expected to yield, and to take until their first token once they have a place."""
+        num_tokens = live.journal.num_tokens // len(live.journal.choices)
+        self._output_tokens += SMOOTHING * (num_tokens - self._output_tokens)
+        first_token_s = live.instants_s.get("first_token")
+        if first_token_s is not None:
+            self._placed_ttft_s += SMOOTHING * (first_token_s - live.instants_s["placed"] - self._placed_ttft_s)
 
-    def slo_ttft_s(self, live: Live) -> float:
+    def max_wait_s(self, live: Live) -> float:
+        """For a place, if its time to the first token is to be kept: with a margin, for none of this is exact."""
+        return max(self._slo_ttft_s(live) - self._placed_ttft_s, 0.0) * SLO_MARGIN
+
+    def _slo_ttft_s(self, live: Live) -> float:
         return self.rules.slo_ttft_s if live.request.slo_ttft_s is None else live.request.slo_ttft_s
 
     def has_room(self, live: Live, now: float) -> bool:
@@ -83,7 +94,7 @@ class Placer:
             num_blocks_before_tail=num_whole_blocks_before_tail(num_tokens, block_size),
             block_size=block_size,
             output_tokens=max(min(left, round(self._output_tokens)), 1),
-            slo_ttft_s=max(self.slo_ttft_s(live) - waited_s, 0.0),
+            slo_ttft_s=max(self._slo_ttft_s(live) - waited_s, 0.0),
             slo_tpot_s=self.rules.slo_tpot_s if request.slo_tpot_s is None else request.slo_tpot_s,
             failed_rows=self._rows(live.failed_worker_ids),
             local_tokens=self.rules.local_tokens,
