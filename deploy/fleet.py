@@ -1,13 +1,12 @@
 """A fleet of simulated workers and their router in one event loop: the one place where the roles meet in one program.
 
 Everything but the model is real: router, schedulers, pools, fetches. Links are those of kvferry/inprocess.py, steps take the time of a
-shape on an accelerator (kvferry/engine/sim.py), so in virtual time (loadtest/virtual_time.py) a rack of machines fits into a laptop. No HTTP:
-requests are token ids, and instants are those at which the router's journal had the tokens.
+shape on an accelerator (kvferry/engine/sim.py), so in virtual time (loadtest/virtual_time.py) a rack of machines fits into a laptop.
+No HTTP: requests are token ids, and instants are those at which the router's journal had the tokens.
 """
 
 import asyncio
 import contextlib
-from bisect import bisect_right
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -127,13 +126,10 @@ class Fleet:
             record.numbers = numbers_of(live.summary())
         return record
 
-    def transfer_s(self, record: StreamRecord) -> float | None:
-        """From the last step of its source that ended before its last block came, until then. None if nothing was fetched."""
-        at, source = record.numbers.get("instants_ms", {}), record.numbers.get("source_worker")
-        if "last_block" not in at or source not in self.executors:
-            return None
-        came_s = record.began_s + at["last_block"] / 1e3
-        return since_last(self.executors[source].ends_s, came_s)
+    @property
+    def step_ends_s(self) -> dict[str, list[float]]:
+        """When each worker's steps ended."""
+        return {name: executor.ends_s for name, executor in self.executors.items()}
 
     async def until_ready(self) -> None:
         async with asyncio.timeout(READY_S):
@@ -145,12 +141,6 @@ class Fleet:
         members = list(self._router.members)
         are_attached = all(member.role is Role.PREFILL or member.is_attached for member in members)
         return len(members) == self.plan.num_prefill + self.plan.num_decode and are_attached
-
-
-def since_last(ends_s: list[float], at_s: float) -> float | None:
-    """Seconds from the last of the (rising) instants that is not after `at_s`; None if there is none."""
-    place = bisect_right(ends_s, at_s + 1e-6)
-    return max(at_s - ends_s[place - 1], 0.0) if place else None
 
 
 @contextlib.asynccontextmanager

@@ -45,21 +45,26 @@ class Fit:
 def poisson_arrivals(
     rate: float, seconds: float, draw: Callable[[random.Random], Lengths], fit: Fit, seed: int
 ) -> tuple[Arrival, ...]:
-    """`rate` requests/s on average, at random and independently. Instants and lengths have a generator each: a rate changes no length."""
+    """A Poisson process given its count, so that a short run has the rate that was asked for: so many instants, each anywhere.
+
+    The rate changes no length, nor their order.
+    """
     times, sizes = random.Random(f"times {seed} {rate}"), random.Random(f"lengths {seed}")
     arrivals: list[Arrival] = []
-    at_s = times.expovariate(rate)
-    while at_s < seconds:
+    for at_s in sorted(times.uniform(0.0, seconds) for _ in range(count_of(rate, seconds))):
         lengths = draw(sizes)
         prompt, output = fit.prompt(lengths.num_prompt), fit.output(lengths.num_output)
         arrivals.append(Arrival(len(arrivals), at_s, prompt, output, lengths.kind))
-        at_s += times.expovariate(rate)
     return tuple(arrivals)
 
 
+def count_of(rate: float, seconds: float) -> int:
+    return max(round(rate * seconds), 1)
+
+
 def replayed_arrivals(rows: Sequence[TraceRow], rate: float, seconds: float, fit: Fit) -> tuple[Arrival, ...]:
-    """The trace's first rows, their time stretched so that `rate` of them come a second. Raises ConfigurationError if it has too few."""
-    count = max(round(rate * seconds), 1)
+    """The trace's first rows, their time stretched so that `rate` of them come a second. Raises ConfigurationError if it is short."""
+    count = count_of(rate, seconds)
     if count > len(rows):
         raise ConfigurationError(
             f"the trace has {len(rows)} rows, but {rate:g} requests/s for {seconds:g} s need {count}: lower the rate or the seconds"

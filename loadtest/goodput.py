@@ -54,7 +54,7 @@ class TtftSplit:
     queue_s: float
     """At the router, for a decode worker."""
     fetch_s: float
-    """From there to the last block: waiting and computing at the source, and what of the transfer that did not hide. 0: none was fetched."""
+    """From there to the last block: waiting and computing at the source, and what of the transfer did not hide; 0 without a fetch."""
     tail_s: float
     """The rest: waiting for a step and computing in it; in one pool, the whole prompt."""
 
@@ -127,7 +127,7 @@ class GoodputReport:
 
     @property
     def transfer_share(self) -> float | None:
-        """Of the time to the first token, over all whose transfer is known: what passed after computing, until the last block was there."""
+        """Of the time to the first token, over all whose transfer is known: what passed between computing and the last block."""
         known = [(one.transfer_s, one.record.ttft_s) for one in self.succeeded if one.transfer_s is not None]
         whole_s = sum(ttft_s or 0.0 for _, ttft_s in known)
         return sum(transfer_s for transfer_s, _ in known) / whole_s if whole_s else None

@@ -23,8 +23,9 @@ class Lengths:
 Quantiles = tuple[tuple[float, float], ...]
 """(share of requests, tokens at most), rising."""
 
-# Our own rounding of the quantiles of the Azure LLM inference trace 2023, conversation part (CC-BY 4.0, Azure/AzurePublicDataset; described
-# in Patel et al., "Splitwise", ISCA 2024). Drawn independently: there the two correlate with -0.1. The longest 1 % of prompts is cut.
+# Our own rounding of the quantiles of the Azure LLM inference trace 2023, conversation part (CC-BY 4.0, Azure/AzurePublicDataset;
+# described in Patel et al., "Splitwise", ISCA 2024). Drawn independently: there the two correlate with -0.1. The longest prompts,
+# less than 1 %, are cut.
 AZURE_PROMPT: Quantiles = ((0.0, 8), (0.01, 29), (0.05, 180), (0.1, 207), (0.2, 387), (0.3, 403), (0.4, 703), (0.5, 1020),
                            (0.6, 1071), (0.7, 1130), (0.8, 1315), (0.9, 2730), (0.95, 4080), (1.0, 4300))  # fmt: skip
 AZURE_OUTPUT: Quantiles = ((0.0, 7), (0.05, 41), (0.1, 54), (0.2, 77), (0.3, 91), (0.4, 103), (0.5, 129), (0.6, 177),

@@ -33,9 +33,7 @@ class Sent:
     """Of its first token's time, what passed between the last step that computed for it and its last block; where that is known."""
 
 
-async def drive(
-    arrivals: Sequence[Arrival], ask: Ask, max_outstanding: int = MAX_OUTSTANDING
-) -> tuple[Sent, ...]:
+async def drive(arrivals: Sequence[Arrival], ask: Ask, max_outstanding: int = MAX_OUTSTANDING) -> tuple[Sent, ...]:
     """Until all have ended. `arrivals` in the order of time; instants are the event loop's."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()

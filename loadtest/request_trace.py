@@ -1,7 +1,7 @@
 """Recorded requests from a file: Azure's CSV, or Mooncake's JSON lines. Instants, lengths and shared beginnings; never text.
 
-Azure 2023: columns TIMESTAMP, ContextTokens, GeneratedTokens. Mooncake (FAST '25): timestamp in ms, input_length, output_length, hash_ids,
-one for each 512 tokens of the prompt: equal ids stand for equal tokens.
+Azure 2023: columns TIMESTAMP, ContextTokens, GeneratedTokens. Mooncake (FAST '25): timestamp in ms, input_length, output_length, and
+hash_ids: one for each 512 tokens of the prompt, equal ids for equal tokens.
 """
 
 import csv
@@ -45,9 +45,10 @@ def _checked(
 ) -> Iterator[TraceRow]:
     number = 0
     try:
-        for number, row in enumerate(parse(lines), start=1):
+        for row in parse(lines):
             if row.num_prompt < 0 or row.num_output < 0:
                 raise ValueError("a length is negative")
+            number += 1
             yield row
     except (KeyError, ValueError, TypeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
