@@ -29,7 +29,6 @@ LAYOUTS = (
 KV_TOKENS = 30_000
 NUM_WARM = 8
 """Requests that are not measured: connections, first steps, budgets that are learnt from steps."""
-CLOCK_SLACK_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def _local_plan(plan: RealPlan, layout: Layout) -> LocalPlan:
 
 def _with_transfers(sent: tuple[Sent, ...], deployment: LocalDeployment) -> tuple[Sent, ...]:
     ends_s = {child.name: _step_ends(deployment.folder / f"{child.name}.log") for child in deployment.of("prefill")}
-    return tuple(replace(one, transfer_s=transfer_s(one.record, ends_s, CLOCK_SLACK_S)) for one in sent)
+    return tuple(replace(one, transfer_s=transfer_s(one.record, ends_s)) for one in sent)
 
 
 def _step_ends(log: Path) -> list[float]:

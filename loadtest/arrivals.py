@@ -5,11 +5,11 @@ Pure: randomness comes from a seed, the same for every service that is compared.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError
-from loadtest.lengths import Lengths
+from loadtest.lengths import Draw
 from loadtest.load import FIRST_ID, LAST_ID
 from loadtest.request_trace import TOKENS_PER_HASH, TraceRow
 
@@ -42,9 +42,7 @@ class Fit:
         return min(max(round(tokens * self.scale), 1), self.max_output)
 
 
-def poisson_arrivals(
-    rate: float, seconds: float, draw: Callable[[random.Random], Lengths], fit: Fit, seed: int
-) -> tuple[Arrival, ...]:
+def poisson_arrivals(rate: float, seconds: float, draw: Draw, fit: Fit, seed: int) -> tuple[Arrival, ...]:
     """A Poisson process given its count, so that a short run has the rate that was asked for: so many instants, each anywhere.
 
     The rate changes no length, nor their order.
@@ -52,7 +50,7 @@ def poisson_arrivals(
     times, sizes = random.Random(f"times {seed} {rate}"), random.Random(f"lengths {seed}")
     arrivals: list[Arrival] = []
     for at_s in sorted(times.uniform(0.0, seconds) for _ in range(count_of(rate, seconds))):
-        lengths = draw(sizes)
+        lengths = draw(sizes, len(arrivals))
         prompt, output = fit.prompt(lengths.num_prompt), fit.output(lengths.num_output)
         arrivals.append(Arrival(len(arrivals), at_s, prompt, output, lengths.kind))
     return tuple(arrivals)

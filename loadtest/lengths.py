@@ -1,6 +1,7 @@
 """How long prompts and answers are: shapes to draw from, in tokens of a model with a long context; scaled later (loadtest/arrivals.py).
 
-Knows no time and no service. A shape is a function of a random generator; `LENGTHS` has them by name.
+Knows no time and no service. A shape is a function of a random generator and the request's number;
+`LENGTHS` has them by name.
 """
 
 import random
@@ -32,7 +33,7 @@ AZURE_OUTPUT: Quantiles = ((0.0, 7), (0.05, 41), (0.1, 54), (0.2, 77), (0.3, 91)
                            (0.7, 384), (0.8, 400), (0.9, 424), (0.95, 451), (0.99, 601), (1.0, 1000))  # fmt: skip
 
 CHAT, LONG = "chat", "long"
-SHARE_LONG = 0.1
+EVERY_LONG = 10
 CHAT_PROMPT, CHAT_OUTPUT = (200, 600), (200, 400)
 LONG_PROMPT, LONG_OUTPUT = (6000, 10000), (50, 150)
 
@@ -44,22 +45,29 @@ def drawn(quantiles: Quantiles, share: float) -> int:
     return round(few + (many - few) * (share - low) / (high - low))
 
 
-def azure_lengths(rng: random.Random) -> Lengths:
+def azure_lengths(rng: random.Random, number: int) -> Lengths:
     """The shape of a service's conversations in 2023: prompts of about 1,150 tokens, answers of about 210."""
+    del number
     return Lengths(drawn(AZURE_PROMPT, rng.random()), drawn(AZURE_OUTPUT, rng.random()))
 
 
-def mix_lengths(rng: random.Random) -> Lengths:
-    """Chats with longish answers, and amid them long prompts with short ones: what one pool is said to suffer from."""
-    if rng.random() < SHARE_LONG:
+def mix_lengths(rng: random.Random, number: int) -> Lengths:
+    """Chats with longish answers, and amid them long prompts with short ones: what one pool is said to suffer from.
+
+    Every tenth is long: by chance, a short run might have none.
+    """
+    if number % EVERY_LONG == EVERY_LONG // 2:
         return Lengths(rng.randint(*LONG_PROMPT), rng.randint(*LONG_OUTPUT), LONG)
     return Lengths(rng.randint(*CHAT_PROMPT), rng.randint(*CHAT_OUTPUT), CHAT)
 
 
-LENGTHS: dict[str, Callable[[random.Random], Lengths]] = {"azure": azure_lengths, "mix": mix_lengths}
+Draw = Callable[[random.Random, int], Lengths]
+"""Of the request of that number."""
+
+LENGTHS: dict[str, Draw] = {"azure": azure_lengths, "mix": mix_lengths}
 
 
-def lengths_called(name: str) -> Callable[[random.Random], Lengths]:
+def lengths_called(name: str) -> Draw:
     """Raises ConfigurationError."""
     if name not in LENGTHS:
         raise ConfigurationError(f"lengths {name!r} are not known; known: {', '.join(LENGTHS)}")

@@ -1,8 +1,8 @@
 """How much of a first token's wait was for blocks that had been computed already. Pure.
 
 The server tells instants since it accepted a request, the source tells when its steps ended: on one clock, once the instant of
-accepting is known. That lies between the client's sending and the first event less the server's own time to the first token; the
-middle is taken.
+accepting is known. That lies between the client's sending and the first event less the server's own time to the first token. The later
+bound tells which step it was (no step of this request ends between the two), and the middle how long ago.
 """
 
 from bisect import bisect_right
@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 
 from loadtest.stream import StreamRecord
 
+ROUNDING_S = 1e-5
+"""Of the server's instants."""
 
-def transfer_s(record: StreamRecord, ends_s: Mapping[str, Sequence[float]], slack_s: float = 0.0) -> float | None:
+
+def transfer_s(record: StreamRecord, ends_s: Mapping[str, Sequence[float]]) -> float | None:
     """From the source's last step before the last block came, until then. None if nothing was fetched, or its source is not known.
 
-    `ends_s`: rising, by worker. `slack_s`: a step that seems to have ended so much later may still be the one, as the clocks are read.
+    `ends_s`: rising, by worker.
     """
     at, source = record.numbers.get("instants_ms", {}), record.numbers.get("source_worker")
     if (
@@ -26,7 +29,9 @@ def transfer_s(record: StreamRecord, ends_s: Mapping[str, Sequence[float]], slac
     ):
         return None
     latest_s = record.event_s[0] - at["first_token"] / 1e3
-    came_s = (record.began_s + max(latest_s, record.began_s)) / 2 + at["last_block"] / 1e3
+    middle_s = (record.began_s + max(latest_s, record.began_s)) / 2
     steps = ends_s[source]
-    place = bisect_right(steps, came_s + slack_s)
-    return max(came_s - steps[place - 1], 0.0) if place else None
+    place = bisect_right(steps, latest_s + at["last_block"] / 1e3 + ROUNDING_S)
+    if place == 0 or steps[place - 1] < record.began_s:
+        return None  # it had them all: nothing was computed
+    return max(middle_s + at["last_block"] / 1e3 - steps[place - 1], 0.0)

@@ -149,7 +149,13 @@ def test_the_split_of_ttft_is_the_servers_own():
 def test_a_transfer_is_what_passed_since_the_last_step_of_the_source():
     record = told(placed=0, last_block=400, first_token=500)  # accepted at 0.0
     assert transfer_s(record, {"p1": [0.1, 0.37, 0.6]}) == pytest.approx(0.03)
-    assert transfer_s(record, {"p1": [0.1, 0.403]}, slack_s=0.005) == 0
     assert transfer_s(record, {"p1": [0.6]}) is None
+    assert transfer_s(record, {"p1": [-0.1]}) is None  # of an earlier request: it had all blocks
     assert transfer_s(record, {"p2": [0.1]}) is None
     assert transfer_s(told(placed=0, first_token=500), {"p1": [0.1]}) is None
+
+
+def test_a_first_event_that_came_late_moves_no_transfer_to_another_step():
+    record = replace(told(placed=0, last_block=400, first_token=500), event_s=[0.6])  # accepted between 0.0 and 0.1
+    assert transfer_s(record, {"p1": [0.1, 0.43, 0.6]}) == pytest.approx(0.02)
+    assert transfer_s(record, {"p1": [0.1, 0.47, 0.6]}) == 0
