@@ -310,8 +310,8 @@ def bench_pd(
     scale: Annotated[float, typer.Option(min=0.001, help="Lengths of the real part are so many times as long.")] = 0.2,
     max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt of the real part, in tokens.")] = 2048,
     max_output: Annotated[int, typer.Option(min=1, help="Longest answer of the real part, in tokens.")] = 128,
-    slo_ttft_ms: Annotated[float | None, typer.Option(min=0, help="Default: 3000; simulated: 500.")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(min=0, help="Default: 100; simulated: 25.")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(min=1, help="Default: 3000; simulated: 500.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(min=1, help="Default: 100; simulated: 25.")] = None,
     itl_target_ms: Annotated[
         float | None,
         typer.Option(min=1, help="Of decode workers. Default: the service's; simulated: the TPOT objective."),

@@ -16,7 +16,7 @@ from loadtest.lengths import CHAT
 from loadtest.pool_duel import Verdict, verdicts
 from loadtest.trial import Measured
 
-MIN_WIDTH = 150
+MIN_WIDTH = 160
 TITLES = {"real": "this machine, the real model", "sim": "simulated, in virtual time"}
 
 
@@ -81,7 +81,7 @@ def _table(part: str, measured: Sequence[Measured]) -> Table:
         title=f"{TITLES[part]}; ms, ITL per event", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for name in (*head, "goodput", "failed", "no text", "took s"):
-        table.add_column(name, justify="left" if name == "layout" else "right")
+        table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
     last = None
     for one in measured:
         if last not in (None, one.rate):
