@@ -73,10 +73,9 @@ class _Router:
 def _new_router(network: Network, sizes: TextSizes, limits: DispatchLimits) -> _Router:
     """As router/__main__.py does it: what its parts are made of is known here alone."""
     text: Any = _NoText(sizes)
-    index = PrefixIndex()
-    members = Members("router", sizes, index)
+    members = Members("router", sizes, PrefixIndex())
     network.listen("router", members)
-    return _Router(Dispatcher(text, members, index, network, limits), members)
+    return _Router(Dispatcher(text, members, network, limits), members)
 
 
 class _WatchedExecutor:
