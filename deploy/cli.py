@@ -331,6 +331,78 @@ def bench_router(
     _run(print_router_figures(bench, part or [], as_json, notes))
 
 
+@bench_app.command("pd")
+def bench_pd(
+    rates: Annotated[str, typer.Option(help="Requests/s on this machine, rising, with commas.")] = "0.5,1,1.5,2,2.5",
+    seconds: Annotated[float, typer.Option(min=1, help="In which requests come, at each rate.")] = 30.0,
+    lengths: Annotated[Literal["azure", "mix"], typer.Option(help="mix: chats amid long prompts.")] = "mix",
+    trace: Annotated[Path | None, typer.Option(help="Azure CSV or Mooncake JSON lines, instead of --lengths.")] = None,
+    scale: Annotated[float, typer.Option(min=0.001, help="Lengths of the real part are so many times as long.")] = 0.2,
+    max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt of the real part, in tokens.")] = 2048,
+    max_output: Annotated[int, typer.Option(min=1, help="Longest answer of the real part, in tokens.")] = 128,
+    slo_ttft_ms: Annotated[float | None, typer.Option(min=1, help="Default: 3000; simulated: 500.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(min=1, help="Default: 100; simulated: 25.")] = None,
+    itl_target_ms: Annotated[
+        float | None,
+        typer.Option(min=1, help="Of decode workers. Default: the service's; simulated: the TPOT objective."),
+    ] = None,
+    real: Annotated[bool, typer.Option("--real/--no-real", help="The real model on this machine.")] = True,
+    sim: Annotated[bool, typer.Option("--sim/--no-sim", help="A rack of accelerators, in virtual time.")] = True,
+    sim_rates: Annotated[str, typer.Option(help="Requests/s of the simulated part.")] = "200,400,600,800",
+    sim_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Virtual; a request costs some 30 ms of real time.")
+    ] = 3.0,
+    sim_workers: Annotated[int, typer.Option(min=2, help="Half of them to each pool.")] = 32,
+    sim_shape: SimShape = "qwen2.5-7b",
+    sim_accelerator: SimAccelerator = "h200",
+    picture: Annotated[Path | None, typer.Option(help="Writes PATH.png and PATH.svg; needs the extra `plot`.")] = None,
+    max_failed: Annotated[float, typer.Option(min=0, max=1, help="Exit code 1 above this share of failures.")] = 0.01,
+    model: Model = None,
+    weights: Weights = "float16",
+    as_json: Json = False,
+) -> None:
+    """Do two pools pay? One prefill and one decode worker against one pool, at rising rates. Let nothing else run."""
+    from deploy.pd_picture import check_can_draw, draw
+    from deploy.pd_real import RealPlan, measure_real
+    from deploy.pd_report import PdReport
+    from deploy.pd_sim import SimPlan, measure_sim
+    from loadtest.arrivals import Fit
+    from loadtest.goodput import Slo
+    from loadtest.request_trace import read_trace
+    from loadtest.trial import Trial, read_rates
+
+    report = PdReport(as_json)
+
+    def trial(at: str, seconds: float, fit: Fit, ttft_ms: float, tpot_ms: float) -> Trial:
+        slo = Slo((slo_ttft_ms or ttft_ms) / 1e3, (slo_tpot_ms or tpot_ms) / 1e3)
+        return Trial(read_rates(at), seconds, slo, fit, lengths, read_trace(trace) if trace else ())
+
+    async def measure(plan: RealPlan) -> None:
+        async for one in measure_real(plan, notes):
+            report.add(one)
+
+    with _errors():
+        if picture:
+            check_can_draw()
+        real_trial = trial(rates, seconds, Fit(scale, max_prompt, max_output), 3000, 100)
+        sim_trial = trial(sim_rates, sim_seconds, Fit(), 500, 25)
+        itl_target_s = None if itl_target_ms is None else itl_target_ms / 1e3
+        sim_plan = SimPlan(sim_trial, sim_shape, sim_accelerator, sim_workers, itl_target_s)
+        real_trial.check()
+        sim_plan.check()
+    if real:
+        _run(measure(RealPlan(_directory(model), real_trial, weights, itl_target_ms)))
+    with _errors():
+        if sim:
+            for one in measure_sim(sim_plan, notes):
+                report.add(one)
+        report.finish()
+        for path in draw(picture, report.measured) if picture else ():
+            notes.print(f"  wrote {path}")
+        if report.share_failed > max_failed:
+            raise typer.Exit(1)
+
+
 async def _at_service(measure: Any, url: str | None, plan: LocalPlan | None) -> None:
     if url:
         await measure(url.rstrip("/"))

@@ -29,6 +29,8 @@ def test_size_does_the_arithmetic():
         (("size", "--dtype", "int3"), "float32"),
         (("run", "hello", "--url", "http://127.0.0.1:9"), "kvferry up"),
         (("bench", "load", "--url", "http://127.0.0.1:9"), "kvferry up"),
+        (("bench", "pd", "--rates", "2,1"), "rise"),
+        (("bench", "pd", "--no-real", "--trace", "/nowhere.csv"), "/nowhere.csv"),
         (("up", "--prefill", "-1"), "prefill"),
         (("up", "--decode", "0"), "decode"),
         (("up", "--model", "/nowhere"), "/nowhere"),
@@ -62,7 +64,7 @@ def test_a_configuration_file_that_says_what_up_sets_itself_is_refused(tmp_path)
         ("run",),
         ("size",),
         ("model", "unpack"),
-        *(("bench", name) for name in ("load", "exact", "engine", "quality", "peers")),
+        *(("bench", name) for name in ("load", "exact", "engine", "quality", "peers", "pd")),
     ],
 )
 def test_every_command_describes_itself(command):
