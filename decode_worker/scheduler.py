@@ -13,6 +13,7 @@ Two sequences that want the same missing block: one fetches, the others wait and
 whatever reason, each looks again. Local computing is shared by claims that live for one plan, as in the prefill policy.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +25,7 @@ from kvferry.engine.sequence import Sequence
 from kvferry.errors import PoolExhausted
 from kvferry.kv.pool import BlockPool
 from kvferry.messages import ChoiceEndReason, Sampling, Source, TokenLogprobs
-from kvferry.turns import start_in_order, turns
+from kvferry.turns import bucket, start_in_order, turns
 from kvferry.worker.counters import Counters
 
 GROWTH_MARGIN_BLOCKS = 4
@@ -256,6 +257,15 @@ class DecodeScheduler:
         """That are to be computed here before their choices yield a token."""
         behind = (c.num_missing_tokens for c in self._choices.values() if c.state is State.RUNNING)
         return sum(missing for missing in behind if missing > 1)
+
+    @property
+    def tokens_behind_by_size(self) -> dict[int, int]:
+        """The same by what each choice still lacks, as a power of two: `turns` lets those that lack less pass."""
+        behind: Counter[int] = Counter()
+        for choice in self._choices.values():
+            if choice.state is State.RUNNING and choice.num_missing_tokens > 1:
+                behind[bucket(choice.num_missing_tokens)] += choice.num_missing_tokens
+        return dict(behind)
 
     def count(self, state: State) -> int:
         return sum(choice.state is state for choice in self._choices.values())

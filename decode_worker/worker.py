@@ -45,6 +45,7 @@ class DecodeWorker:
             num_serving=self._source.num_serving,
             kv_tokens=self._scheduler.num_kv_tokens,
             waiting_tokens=self._scheduler.num_tokens_behind,
+            waiting_by_size=self._scheduler.tokens_behind_by_size,
             your_sequences=yours.num_sequences,
             your_kv_tokens=yours.kv_tokens,
         )

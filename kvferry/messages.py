@@ -401,6 +401,8 @@ class WorkerProgress:
     """That its sequences have, of whatever router."""
     waiting_tokens: int = 0
     """Yet to be computed, those that yield a token apart."""
+    waiting_by_size: Mapping[int, int] = field(default_factory=dict[int, int])
+    """The same by the size (a power of two) of what they belong to: short work passes long work."""
     your_sequences: int = 0
     """Of its sequences, those that the reader of this opened; decode workers only."""
     your_kv_tokens: int = 0

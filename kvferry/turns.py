@@ -39,6 +39,11 @@ def turns(remaining: Sequence[int], budget: int, block_size: int) -> list[Turn]:
     return [*passing, Turn(0, budget), *rest]
 
 
+def bucket(count: int) -> int:
+    """The smallest power of two that is not below `count`."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
 class Waiting(Protocol):
     """Something that waits for room."""
 

@@ -5,6 +5,7 @@ Computing has no owner: at each plan a chain goes on over what is sealed and cla
 claimed block too simply finds it sealed at a later plan. So shared work passes on when one waiter leaves, and ends with the last.
 """
 
+from collections import Counter
 from enum import Enum
 from itertools import groupby
 
@@ -14,7 +15,7 @@ from kvferry.engine.sequence import Sequence
 from kvferry.errors import InvalidRequest, PoolExhausted
 from kvferry.kv.pool import BlockPool
 from kvferry.messages import Source
-from kvferry.turns import start_in_order, turns
+from kvferry.turns import bucket, start_in_order, turns
 
 
 class ChainState(Enum):
@@ -79,6 +80,15 @@ class PrefillScheduler:
     def num_missing_tokens(self) -> int:
         """Yet to be computed or read; what is sealed but not yet adopted counts, too."""
         return sum(chain.num_missing_tokens for chain in self._chains.values())
+
+    @property
+    def missing_by_size(self) -> dict[int, int]:
+        """The same by what each chain still lacks, as a power of two: `turns` lets those that lack less pass."""
+        missing: Counter[int] = Counter()
+        for chain in self._chains.values():
+            if chain.num_missing_tokens:
+                missing[bucket(chain.num_missing_tokens)] += chain.num_missing_tokens
+        return dict(missing)
 
     @property
     def num_waiting(self) -> int:

@@ -35,6 +35,7 @@ class PrefillWorker:
             num_serving=self._source.num_serving,
             kv_tokens=self._scheduler.num_tokens,
             waiting_tokens=self._scheduler.num_missing_tokens,
+            waiting_by_size=self._scheduler.missing_by_size,
         )
 
     async def run(self) -> None:

@@ -267,6 +267,8 @@ class Dispatcher:
             prefill.num_active += 1
             prefill.num_placed += 1
             self.members.view.will_compute(prefill.row, live.number, placement.num_missing_tokens, now)
+        elif placement.is_local:
+            self.members.view.will_compute(decode.row, live.number, placement.num_missing_tokens, now)
         live.decode_id, live.has_begun = decode.worker_id, False
         live.source_ids = tuple(self.members.at_row(row).worker_id for row in placement.source_rows)
         live.placed_choices, live.placed_tokens = len(starts), live.longest_tokens * len(starts)
@@ -314,6 +316,7 @@ class Dispatcher:
         decode.num_active -= live.placed_choices
         decode.active_tokens -= live.placed_tokens
         decode.is_alone = False
+        self.members.view.has_computed(decode.row, live.number)
         if len(self._queue):
             self._work.ring()
 
@@ -375,6 +378,7 @@ class Dispatcher:
             if live is not None:
                 live.started(report)
                 self._release_prefill(live, self._placed[live.number])
+                self.members.view.has_computed(member.row, live.number)
         for scored in output.prompt_logprobs:
             self._take_prompt_logprobs(member, scored)
         for new in output.tokens:

@@ -15,6 +15,10 @@ MAX_SOURCES = 3
 MAX_HOLDERS = 2
 FETCH_S = 0.003
 """Of a fetch, besides what it moves: opening, notices, the end (`kvferry bench transport`)."""
+STALL_S = 0.25
+"""Decode workers stretch a step by no more for what is computed beside their streams (`--itl-target-ms`)."""
+STREAMS_FIRST = 4.0
+"""A second for which streams stand still counts as so many that a request waits for its first token."""
 NUM_COMPARED_SOURCES = 8
 """Prefill workers that are compared for each decode worker; all of them for the chosen one."""
 SAME = 1.01
@@ -90,6 +94,8 @@ class Prediction:
     moving_s: float = 0.0
     tail_s: float = 0.0
     tpot_s: float = 0.0
+    stall_s: float = 0.0
+    """The gap that computing where it decodes makes for the streams there, at most."""
 
     @property
     def ttft_s(self) -> float:
@@ -226,7 +232,8 @@ def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], sour
     active = columns.num_active[rows]
     missing = np.maximum(num_blocks - columns.held_blocks[rows], 0) * size
     fetching_s = columns.waiting_tokens[rows] / columns.tokens_per_s[rows]
-    fetching_s += missing / columns.tokens_per_s[rows] * (1 + np.maximum(active, 1))
+    fetching_s += missing / columns.tokens_per_s[rows]
+    harm_s = np.where(missing > demand.local_tokens, fetching_s * STREAMS_FIRST * active, 0.0)
     if len(sources):
         wait_s = columns.waiting_tokens[sources] / columns.tokens_per_s[sources]
         total_s = (
@@ -243,11 +250,12 @@ def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], sour
         ]  # one row for each source: long rows are what numpy is fast at
         times_s += wait_s[:, None]
         remote_s = times_s.min(axis=0) + FETCH_S
+        harm_s = np.where(fetching_s + harm_s <= remote_s, harm_s, 0.0)
         fetching_s = np.where(missing > 0, np.minimum(fetching_s, remote_s), 0.0)
     step_s = columns.step_base_s[rows] + columns.step_slope_s[rows] * (active + demand.num_choices)
     ttft_s = fetching_s + step_s
-    harm_s = columns.step_slope_s[rows] * active * demand.num_choices
-    cost_s = ttft_s + (step_s + harm_s) * demand.output_tokens
+    slowed_s = columns.step_slope_s[rows] * active * demand.num_choices
+    cost_s = ttft_s + harm_s + (step_s + slowed_s) * demand.output_tokens
     return _DecodeCosts(rows, ttft_s, step_s, np.maximum(cost_s, 1e-9))
 
 
@@ -268,7 +276,8 @@ def _with_sources(
     missing_blocks = num_blocks - held
     missing = missing_blocks * size
     here_s = float((columns.waiting_tokens[decode] + missing) / columns.tokens_per_s[decode])
-    here = Prediction(computing_s=here_s, tail_s=step_s, tpot_s=step_s)
+    stall_s = min(here_s, STALL_S) if columns.num_active[decode] else 0.0
+    here = Prediction(computing_s=here_s, tail_s=step_s, tpot_s=step_s, stall_s=stall_s)
     if demand.computes_all:
         here_s = float(demand.num_tokens / columns.tokens_per_s[decode])
         local = Prediction(computing_s=here_s, tail_s=step_s, tpot_s=step_s)
@@ -320,7 +329,7 @@ def _computes_here(
     if not policy.weighs_local:
         return False, "policy"
     num_streams = max(int(columns.num_active[decode]), 1)
-    here_cost_s = here.computing_s * (1 + num_streams)
+    here_cost_s = here.computing_s * (1 + STREAMS_FIRST * num_streams)
     remote_cost_s = remote.ttft_s - remote.tail_s + FETCH_S
     if here_cost_s < remote_cost_s and (_keeps(here, demand) or not _keeps(remote, demand)):
         return True, "computing here costs less"
@@ -377,7 +386,7 @@ def _holders(demand: Demand, columns: Columns, sources: tuple[int, ...]) -> tupl
 
 
 def _keeps(prediction: Prediction, demand: Demand) -> bool:
-    return prediction.ttft_s <= demand.slo_ttft_s and prediction.tpot_s <= demand.slo_tpot_s
+    return prediction.ttft_s <= demand.slo_ttft_s and prediction.tpot_s + prediction.stall_s <= demand.slo_tpot_s
 
 
 def _explained(

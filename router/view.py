@@ -34,7 +34,6 @@ INTS = (
     "active_tokens",
     "foreign_active",
     "foreign_tokens",
-    "waiting_tokens",
 )
 FLOATS = ("step_base_s", "step_slope_s")
 BOOLS = ("is_decode", "is_member", "is_attached", "is_draining", "is_aside", "is_reserved")
@@ -48,7 +47,10 @@ class WorkerView:
         self.floats = {name: np.zeros(num_rows) for name in FLOATS}
         self.bools = {name: np.zeros(num_rows, np.bool_) for name in BOOLS}
         self._rates = np.full((NUM_BUCKETS, num_rows), math.nan)
-        self._reported_waiting = np.zeros(num_rows, np.int64)
+        self._reported = np.zeros((NUM_BUCKETS, num_rows), np.int64)
+        """Tokens to be computed, of work no larger than that."""
+        self._waiting = np.zeros((NUM_BUCKETS, num_rows), np.int64)
+        """With what this router placed since."""
         self._last_step: list[tuple[int, float]] = [(-1, 0.0)] * num_rows
         self._pending: list[dict[int, tuple[float, int]]] = [{} for _ in range(num_rows)]
         self._links: list[dict[int, float]] = [{} for _ in range(num_rows)]
@@ -68,7 +70,7 @@ class WorkerView:
             column[row] = 0
         self._rates[:, row] = math.nan
         self.floats["step_base_s"][row] = self.floats["step_slope_s"][row] = math.nan
-        self._reported_waiting[row] = 0
+        self._reported[:, row] = self._waiting[:, row] = 0
         self._pending[row], self._links[row] = {}, {}
         self._last_step[row] = (-1, 0.0)
         self.ints["max_active"][row] = description.max_sequences
@@ -98,7 +100,7 @@ class WorkerView:
             ints["foreign_active"][row] = max(progress.num_sequences - progress.your_sequences, 0)
             ints["foreign_tokens"][row] = max(progress.kv_tokens - progress.your_kv_tokens, 0)
         self.bools["is_draining"][row] = progress.is_draining
-        self._reported_waiting[row] = progress.waiting_tokens
+        self._reported[:, row] = _cumulative(progress.waiting_by_size)
         pending = self._pending[row]
         for number in [number for number, (at, _) in pending.items() if at < now - LAG_S]:
             del pending[number]
@@ -126,8 +128,9 @@ class WorkerView:
             self._sum_waiting(row)
 
     def _sum_waiting(self, row: int) -> None:
-        pending = sum(tokens for _, tokens in self._pending[row].values())
-        self.ints["waiting_tokens"][row] = self._reported_waiting[row] + pending
+        self._waiting[:, row] = self._reported[:, row]
+        for _, tokens in self._pending[row].values():
+            self._waiting[_bucket(tokens) :, row] += tokens
 
     # ------------------------------------------------------------------------------------------------------ for placing
 
@@ -136,7 +139,7 @@ class WorkerView:
         n, ints, bools = self.num_rows, self.ints, self.bools
         usable = bools["is_member"][:n] & bools["is_attached"][:n] & ~bools["is_draining"][:n]
         usable &= ~bools["is_aside"][:n] & ~bools["is_reserved"][:n]
-        bucket = min(max(num_tokens - 1, 0).bit_length(), NUM_BUCKETS - 1)
+        bucket = _bucket(num_tokens)
         return Columns(
             is_decode=bools["is_decode"][:n],
             is_usable=usable,
@@ -147,11 +150,18 @@ class WorkerView:
             num_placed=ints["num_placed"][:n],
             step_base_s=self._alike("step_base_s", DEFAULT_STEP_S, now),
             step_slope_s=self._alike("step_slope_s", 0.0, now),
-            waiting_tokens=ints["waiting_tokens"][:n],
+            waiting_tokens=self._waits(bucket, num_tokens),
             tokens_per_s=self._alike(f"rate {bucket}", DEFAULT_TOKENS_PER_S, now),
             held_blocks=held_blocks,
             block_s=self.block_s,
         )
+
+    def _waits(self, bucket: int, num_tokens: int) -> NDArray[np.int64]:
+        """What is computed before a prompt of that length is done: all that is shorter, and of what is longer as much again as of
+        the short, for the oldest has half of each step (kvferry/turns.py)."""
+        before = self._waiting[bucket, : self.num_rows]
+        longer = self._waiting[-1, : self.num_rows] - before
+        return before + np.minimum(longer, before + num_tokens)
 
     def block_s(self, row: int) -> NDArray[np.float64]:
         """Seconds a block from each row to this one."""
@@ -197,11 +207,23 @@ class WorkerView:
         self.floats = {name: np.concatenate([column, np.zeros_like(column)]) for name, column in self.floats.items()}
         self.bools = {name: np.concatenate([column, np.zeros_like(column)]) for name, column in self.bools.items()}
         self._rates = np.concatenate([self._rates, np.full_like(self._rates, math.nan)], axis=1)
-        self._reported_waiting = np.concatenate([self._reported_waiting, np.zeros_like(self._reported_waiting)])
+        self._reported = np.concatenate([self._reported, np.zeros_like(self._reported)], axis=1)
+        self._waiting = np.concatenate([self._waiting, np.zeros_like(self._waiting)], axis=1)
         self._last_step += [(-1, 0.0)] * size
         self._pending += [{} for _ in range(size)]
         self._links += [{} for _ in range(size)]
         self._free += range(2 * size - 1, size - 1, -1)
+
+
+def _bucket(count: int) -> int:
+    return min(max(count - 1, 0).bit_length(), NUM_BUCKETS - 1)
+
+
+def _cumulative(by_size: Mapping[int, int]) -> NDArray[np.int64]:
+    sizes = np.zeros(NUM_BUCKETS, np.int64)
+    for size, tokens in by_size.items():
+        sizes[_bucket(size)] += min(tokens, 2**40)
+    return np.cumsum(sizes)
 
 
 def _sane(values: Mapping[int, float]) -> list[tuple[int, float]]:

@@ -59,8 +59,8 @@ CASES = {
                          U32, U64, U64, U32, U32, U32, U32, U32, st.floats(0, 1e12), st.floats(0, 1e12), st.text(max_size=5), U32)
     | st.builds(m.WorkerProgress, U64, U32, U32, U32, U32, st.builds(m.SlotCounts, U64, U64, U64, U64),
                 st.dictionaries(st.text(max_size=5), U64, max_size=3), st.lists(IDS, max_size=3).map(tuple),
-                st.lists(IDS, max_size=3).map(tuple), U64, st.booleans(), st.floats(0, 1e12), st.floats(0, 1e12), U64, U64, U32,
-                U64, RATES, RATES, st.dictionaries(st.text(max_size=5), st.floats(0, 1e12), max_size=3), st.booleans()),
+                st.lists(IDS, max_size=3).map(tuple), U64, st.booleans(), st.floats(0, 1e12), st.floats(0, 1e12), U64, U64,
+                st.dictionaries(U32, U64, max_size=3), U32, U64, RATES, RATES, st.dictionaries(st.text(max_size=5), st.floats(0, 1e12), max_size=3), st.booleans()),
     "join_down": st.just(m.SnapshotWanted()) | st.builds(m.Welcome, st.text(max_size=5), st.text(max_size=5)) | st.builds(m.Refusal, st.text(max_size=5), st.text(max_size=5))
     | st.just(m.Beat()),
 }  # fmt: skip

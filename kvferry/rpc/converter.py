@@ -403,7 +403,7 @@ LOAD = (
     "your_kv_tokens",
     "is_draining",
 )
-RATES = ("step_s", "tokens_per_s", "link_bytes_per_s")
+RATES = ("step_s", "tokens_per_s", "link_bytes_per_s", "waiting_by_size")
 SLOTS = ("num_free", "num_filling", "num_live", "num_cached")
 
 
@@ -440,6 +440,7 @@ def join_up_from_wire(wire: registry_pb2.JoinRequest) -> m.JoinUp:
         sealed_block_ids=_ids_from_wire(progress.sealed_block_ids, "sealed_block_ids"),
         evicted_block_ids=_ids_from_wire(progress.evicted_block_ids, "evicted_block_ids"),
         **{name: getattr(progress, name) for name in LOAD},
+        waiting_by_size=dict(progress.waiting_by_size),
         step_s=dict(progress.step_s),
         tokens_per_s=dict(progress.tokens_per_s),
         link_bytes_per_s=dict(progress.link_bytes_per_s),

@@ -6,16 +6,12 @@ Running means over what really happened, by power of two of what they depend on;
 from typing import TypeVar
 
 from kvferry.engine.plan import Plan
+from kvferry.turns import bucket
 
 SMOOTHING = 0.2
 MOST = 4.0
 """A single measurement counts as at most so many times the mean, and at least its inverse: a process that was stopped for a while is
 not slow for long."""
-
-
-def bucket(count: int) -> int:
-    """The smallest power of two that is not below `count`."""
-    return 1 << max(count - 1, 0).bit_length()
 
 
 class MeasuredRates:

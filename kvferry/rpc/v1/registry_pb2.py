@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.rpc.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvferry/v1/registry.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"y\n\x0bJoinRequest\x12/\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.kvferry.v1.WorkerDescriptionH\x00\x12.\n\x08progress\x18\x02 \x01(\x0b\x32\x1a.kvferry.v1.WorkerProgressH\x00\x42\t\n\x07message\"\xbd\x03\n\x11WorkerDescription\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12$\n\x04role\x18\x04 \x01(\x0e\x32\x16.kvferry.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x10\n\x08model_id\x18\x06 \x01(\t\x12\x10\n\x08\x66idelity\x18\x07 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\n \x01(\x04\x12\x13\n\x0bpool_tokens\x18\x0b \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x0c \x01(\r\x12\x15\n\rmax_sequences\x18\r \x01(\r\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x13\n\x0bnum_threads\x18\x0f \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x10 \x01(\r\x12\x1b\n\x13\x63\x65iling_flops_per_s\x18\x11 \x01(\x01\x12\x1b\n\x13\x63\x65iling_bytes_per_s\x18\x12 \x01(\x01\x12\x14\n\x0cprevious_end\x18\x13 \x01(\t\"\xd9\x06\n\x0eWorkerProgress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x14\n\x0cnum_fetching\x18\x03 \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_serving\x18\x05 \x01(\r\x12%\n\x05slots\x18\x06 \x01(\x0b\x32\x16.kvferry.v1.SlotCounts\x12:\n\x08\x63ounters\x18\x07 \x03(\x0b\x32(.kvferry.v1.WorkerProgress.CountersEntry\x12\x18\n\x10sealed_block_ids\x18\x08 \x01(\x0c\x12\x19\n\x11\x65victed_block_ids\x18\t \x01(\x0c\x12\x13\n\x0b\x66lops_per_s\x18\n \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x0b \x01(\x01\x12\x13\n\x0b\x66irst_event\x18\x0c \x01(\x04\x12\x13\n\x0bis_snapshot\x18\r \x01(\x08\x12\x11\n\tkv_tokens\x18\x0e \x01(\x04\x12\x16\n\x0ewaiting_tokens\x18\x0f \x01(\x04\x12\x16\n\x0eyour_sequences\x18\x10 \x01(\r\x12\x16\n\x0eyour_kv_tokens\x18\x11 \x01(\x04\x12\x35\n\x06step_s\x18\x12 \x03(\x0b\x32%.kvferry.v1.WorkerProgress.StepSEntry\x12@\n\x0ctokens_per_s\x18\x13 \x03(\x0b\x32*.kvferry.v1.WorkerProgress.TokensPerSEntry\x12G\n\x10link_bytes_per_s\x18\x14 \x03(\x0b\x32-.kvferry.v1.WorkerProgress.LinkBytesPerSEntry\x12\x13\n\x0bis_draining\x18\x15 \x01(\x08\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a,\n\nStepSEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x31\n\x0fTokensPerSEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x34\n\x12LinkBytesPerSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Y\n\nSlotCounts\x12\x10\n\x08num_free\x18\x01 \x01(\x04\x12\x13\n\x0bnum_filling\x18\x02 \x01(\x04\x12\x10\n\x08num_live\x18\x03 \x01(\x04\x12\x12\n\nnum_cached\x18\x04 \x01(\x04\"\xca\x01\n\x0cJoinResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.WelcomeH\x00\x12&\n\x07refusal\x18\x02 \x01(\x0b\x32\x13.kvferry.v1.RefusalH\x00\x12(\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x18.kvferry.v1.RegistryBeatH\x00\x12\x35\n\x0fsnapshot_wanted\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.SnapshotWantedH\x00\x42\t\n\x07message\"1\n\x07Welcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0brouter_life\x18\x02 \x01(\t\"\x10\n\x0eSnapshotWanted\"(\n\x07Refusal\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\x0e\n\x0cRegistryBeat2P\n\x0fRegistryService\x12=\n\x04Join\x12\x17.kvferry.v1.JoinRequest\x1a\x18.kvferry.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvferry/v1/registry.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"y\n\x0bJoinRequest\x12/\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.kvferry.v1.WorkerDescriptionH\x00\x12.\n\x08progress\x18\x02 \x01(\x0b\x32\x1a.kvferry.v1.WorkerProgressH\x00\x42\t\n\x07message\"\xbd\x03\n\x11WorkerDescription\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12$\n\x04role\x18\x04 \x01(\x0e\x32\x16.kvferry.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x10\n\x08model_id\x18\x06 \x01(\t\x12\x10\n\x08\x66idelity\x18\x07 \x01(\t\x12\x13\n\x0bnumerics_id\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\n \x01(\x04\x12\x13\n\x0bpool_tokens\x18\x0b \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x0c \x01(\r\x12\x15\n\rmax_sequences\x18\r \x01(\r\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x13\n\x0bnum_threads\x18\x0f \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x10 \x01(\r\x12\x1b\n\x13\x63\x65iling_flops_per_s\x18\x11 \x01(\x01\x12\x1b\n\x13\x63\x65iling_bytes_per_s\x18\x12 \x01(\x01\x12\x14\n\x0cprevious_end\x18\x13 \x01(\t\"\xd7\x07\n\x0eWorkerProgress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x14\n\x0cnum_fetching\x18\x03 \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_serving\x18\x05 \x01(\r\x12%\n\x05slots\x18\x06 \x01(\x0b\x32\x16.kvferry.v1.SlotCounts\x12:\n\x08\x63ounters\x18\x07 \x03(\x0b\x32(.kvferry.v1.WorkerProgress.CountersEntry\x12\x18\n\x10sealed_block_ids\x18\x08 \x01(\x0c\x12\x19\n\x11\x65victed_block_ids\x18\t \x01(\x0c\x12\x13\n\x0b\x66lops_per_s\x18\n \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x0b \x01(\x01\x12\x13\n\x0b\x66irst_event\x18\x0c \x01(\x04\x12\x13\n\x0bis_snapshot\x18\r \x01(\x08\x12\x11\n\tkv_tokens\x18\x0e \x01(\x04\x12\x16\n\x0ewaiting_tokens\x18\x0f \x01(\x04\x12\x16\n\x0eyour_sequences\x18\x10 \x01(\r\x12\x16\n\x0eyour_kv_tokens\x18\x11 \x01(\x04\x12\x35\n\x06step_s\x18\x12 \x03(\x0b\x32%.kvferry.v1.WorkerProgress.StepSEntry\x12@\n\x0ctokens_per_s\x18\x13 \x03(\x0b\x32*.kvferry.v1.WorkerProgress.TokensPerSEntry\x12G\n\x10link_bytes_per_s\x18\x14 \x03(\x0b\x32-.kvferry.v1.WorkerProgress.LinkBytesPerSEntry\x12\x13\n\x0bis_draining\x18\x15 \x01(\x08\x12\x46\n\x0fwaiting_by_size\x18\x16 \x03(\x0b\x32-.kvferry.v1.WorkerProgress.WaitingBySizeEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a,\n\nStepSEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x31\n\x0fTokensPerSEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x34\n\x12LinkBytesPerSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x34\n\x12WaitingBySizeEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"Y\n\nSlotCounts\x12\x10\n\x08num_free\x18\x01 \x01(\x04\x12\x13\n\x0bnum_filling\x18\x02 \x01(\x04\x12\x10\n\x08num_live\x18\x03 \x01(\x04\x12\x12\n\nnum_cached\x18\x04 \x01(\x04\"\xca\x01\n\x0cJoinResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.WelcomeH\x00\x12&\n\x07refusal\x18\x02 \x01(\x0b\x32\x13.kvferry.v1.RefusalH\x00\x12(\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x18.kvferry.v1.RegistryBeatH\x00\x12\x35\n\x0fsnapshot_wanted\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.SnapshotWantedH\x00\x42\t\n\x07message\"1\n\x07Welcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0brouter_life\x18\x02 \x01(\t\"\x10\n\x0eSnapshotWanted\"(\n\x07Refusal\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\x0e\n\x0cRegistryBeat2P\n\x0fRegistryService\x12=\n\x04Join\x12\x17.kvferry.v1.JoinRequest\x1a\x18.kvferry.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,32 +40,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERPROGRESS_TOKENSPERSENTRY']._serialized_options = b'8\001'
   _globals['_WORKERPROGRESS_LINKBYTESPERSENTRY']._loaded_options = None
   _globals['_WORKERPROGRESS_LINKBYTESPERSENTRY']._serialized_options = b'8\001'
+  _globals['_WORKERPROGRESS_WAITINGBYSIZEENTRY']._loaded_options = None
+  _globals['_WORKERPROGRESS_WAITINGBYSIZEENTRY']._serialized_options = b'8\001'
   _globals['_JOINREQUEST']._serialized_start=66
   _globals['_JOINREQUEST']._serialized_end=187
   _globals['_WORKERDESCRIPTION']._serialized_start=190
   _globals['_WORKERDESCRIPTION']._serialized_end=635
   _globals['_WORKERPROGRESS']._serialized_start=638
-  _globals['_WORKERPROGRESS']._serialized_end=1495
-  _globals['_WORKERPROGRESS_COUNTERSENTRY']._serialized_start=1297
-  _globals['_WORKERPROGRESS_COUNTERSENTRY']._serialized_end=1344
-  _globals['_WORKERPROGRESS_STEPSENTRY']._serialized_start=1346
-  _globals['_WORKERPROGRESS_STEPSENTRY']._serialized_end=1390
-  _globals['_WORKERPROGRESS_TOKENSPERSENTRY']._serialized_start=1392
-  _globals['_WORKERPROGRESS_TOKENSPERSENTRY']._serialized_end=1441
-  _globals['_WORKERPROGRESS_LINKBYTESPERSENTRY']._serialized_start=1443
-  _globals['_WORKERPROGRESS_LINKBYTESPERSENTRY']._serialized_end=1495
-  _globals['_SLOTCOUNTS']._serialized_start=1497
-  _globals['_SLOTCOUNTS']._serialized_end=1586
-  _globals['_JOINRESPONSE']._serialized_start=1589
-  _globals['_JOINRESPONSE']._serialized_end=1791
-  _globals['_WELCOME']._serialized_start=1793
-  _globals['_WELCOME']._serialized_end=1842
-  _globals['_SNAPSHOTWANTED']._serialized_start=1844
-  _globals['_SNAPSHOTWANTED']._serialized_end=1860
-  _globals['_REFUSAL']._serialized_start=1862
-  _globals['_REFUSAL']._serialized_end=1902
-  _globals['_REGISTRYBEAT']._serialized_start=1904
-  _globals['_REGISTRYBEAT']._serialized_end=1918
-  _globals['_REGISTRYSERVICE']._serialized_start=1920
-  _globals['_REGISTRYSERVICE']._serialized_end=2000
+  _globals['_WORKERPROGRESS']._serialized_end=1621
+  _globals['_WORKERPROGRESS_COUNTERSENTRY']._serialized_start=1369
+  _globals['_WORKERPROGRESS_COUNTERSENTRY']._serialized_end=1416
+  _globals['_WORKERPROGRESS_STEPSENTRY']._serialized_start=1418
+  _globals['_WORKERPROGRESS_STEPSENTRY']._serialized_end=1462
+  _globals['_WORKERPROGRESS_TOKENSPERSENTRY']._serialized_start=1464
+  _globals['_WORKERPROGRESS_TOKENSPERSENTRY']._serialized_end=1513
+  _globals['_WORKERPROGRESS_LINKBYTESPERSENTRY']._serialized_start=1515
+  _globals['_WORKERPROGRESS_LINKBYTESPERSENTRY']._serialized_end=1567
+  _globals['_WORKERPROGRESS_WAITINGBYSIZEENTRY']._serialized_start=1569
+  _globals['_WORKERPROGRESS_WAITINGBYSIZEENTRY']._serialized_end=1621
+  _globals['_SLOTCOUNTS']._serialized_start=1623
+  _globals['_SLOTCOUNTS']._serialized_end=1712
+  _globals['_JOINRESPONSE']._serialized_start=1715
+  _globals['_JOINRESPONSE']._serialized_end=1917
+  _globals['_WELCOME']._serialized_start=1919
+  _globals['_WELCOME']._serialized_end=1968
+  _globals['_SNAPSHOTWANTED']._serialized_start=1970
+  _globals['_SNAPSHOTWANTED']._serialized_end=1986
+  _globals['_REFUSAL']._serialized_start=1988
+  _globals['_REFUSAL']._serialized_end=2028
+  _globals['_REGISTRYBEAT']._serialized_start=2030
+  _globals['_REGISTRYBEAT']._serialized_end=2044
+  _globals['_REGISTRYSERVICE']._serialized_start=2046
+  _globals['_REGISTRYSERVICE']._serialized_end=2126
 # @@protoc_insertion_point(module_scope)

@@ -58,7 +58,7 @@ class WorkerDescription(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.WorkerRole, str]] = ..., address: _Optional[str] = ..., model_id: _Optional[str] = ..., fidelity: _Optional[str] = ..., numerics_id: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., pid: _Optional[int] = ..., num_threads: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., ceiling_flops_per_s: _Optional[float] = ..., ceiling_bytes_per_s: _Optional[float] = ..., previous_end: _Optional[str] = ...) -> None: ...
 
 class WorkerProgress(_message.Message):
-    __slots__ = ("step", "num_waiting", "num_fetching", "num_running", "num_serving", "slots", "counters", "sealed_block_ids", "evicted_block_ids", "flops_per_s", "bytes_per_s", "first_event", "is_snapshot", "kv_tokens", "waiting_tokens", "your_sequences", "your_kv_tokens", "step_s", "tokens_per_s", "link_bytes_per_s", "is_draining")
+    __slots__ = ("step", "num_waiting", "num_fetching", "num_running", "num_serving", "slots", "counters", "sealed_block_ids", "evicted_block_ids", "flops_per_s", "bytes_per_s", "first_event", "is_snapshot", "kv_tokens", "waiting_tokens", "your_sequences", "your_kv_tokens", "step_s", "tokens_per_s", "link_bytes_per_s", "is_draining", "waiting_by_size")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,13 @@ class WorkerProgress(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class WaitingBySizeEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FETCHING_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +115,7 @@ class WorkerProgress(_message.Message):
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_BY_SIZE_FIELD_NUMBER: _ClassVar[int]
     step: int
     num_waiting: int
     num_fetching: int
@@ -129,7 +137,8 @@ class WorkerProgress(_message.Message):
     tokens_per_s: _containers.ScalarMap[int, float]
     link_bytes_per_s: _containers.ScalarMap[str, float]
     is_draining: bool
-    def __init__(self, step: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_fetching: _Optional[int] = ..., num_running: _Optional[int] = ..., num_serving: _Optional[int] = ..., slots: _Optional[_Union[SlotCounts, _Mapping]] = ..., counters: _Optional[_Mapping[str, int]] = ..., sealed_block_ids: _Optional[bytes] = ..., evicted_block_ids: _Optional[bytes] = ..., flops_per_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., first_event: _Optional[int] = ..., is_snapshot: _Optional[bool] = ..., kv_tokens: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., your_sequences: _Optional[int] = ..., your_kv_tokens: _Optional[int] = ..., step_s: _Optional[_Mapping[int, float]] = ..., tokens_per_s: _Optional[_Mapping[int, float]] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+    waiting_by_size: _containers.ScalarMap[int, int]
+    def __init__(self, step: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_fetching: _Optional[int] = ..., num_running: _Optional[int] = ..., num_serving: _Optional[int] = ..., slots: _Optional[_Union[SlotCounts, _Mapping]] = ..., counters: _Optional[_Mapping[str, int]] = ..., sealed_block_ids: _Optional[bytes] = ..., evicted_block_ids: _Optional[bytes] = ..., flops_per_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., first_event: _Optional[int] = ..., is_snapshot: _Optional[bool] = ..., kv_tokens: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., your_sequences: _Optional[int] = ..., your_kv_tokens: _Optional[int] = ..., step_s: _Optional[_Mapping[int, float]] = ..., tokens_per_s: _Optional[_Mapping[int, float]] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., is_draining: _Optional[bool] = ..., waiting_by_size: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class SlotCounts(_message.Message):
     __slots__ = ("num_free", "num_filling", "num_live", "num_cached")
