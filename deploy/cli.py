@@ -162,6 +162,37 @@ def size(
         print_size(model, context, requests, dtype, as_json)
 
 
+@app.command()
+def explain(
+    trace: Annotated[Path, typer.Option("--trace", help="Azure CSV or Mooncake JSON lines.")],
+    prefill: Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers.")] = 4,
+    decode: Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")] = 4,
+    sim_shape: SimShape = "qwen2.5-7b",
+    sim_accelerator: SimAccelerator = "h200",
+    pools: Annotated[
+        Path | None,
+        typer.Option("--pools", help="YAML: groups of workers under prefill and decode, instead of the counts."),
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="May be repeated. All if not given.")] = None,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="So many of the trace.")] = 2000,
+    speed: Annotated[
+        float, typer.Option("--speed", min=0.001, help="The trace's time runs so many times as fast.")
+    ] = 1.0,
+    slo_ttft_ms: Annotated[float, typer.Option("--slo-ttft-ms", min=0, help="0: none.")] = 0.0,
+    slo_tpot_ms: Annotated[float, typer.Option("--slo-tpot-ms", min=0, help="0: none.")] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """What each policy would do with a trace, over described pools. Nothing is started.
+
+    (A running service explains one request's placement when asked: header `x-kvferry-explain: 1`.)
+    """
+    from deploy.explain_report import PoolsPlan, print_explained_trace
+
+    with _errors():
+        plan = PoolsPlan(prefill, decode, sim_shape, sim_accelerator, pools, slo_ttft_ms, slo_tpot_ms)
+        print_explained_trace(trace, plan, policy or [], requests, speed, as_json)
+
+
 @bench_app.command("load")
 def bench_load(
     url: Url = None,
