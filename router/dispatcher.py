@@ -242,7 +242,7 @@ class Dispatcher:
             message = f"the request killed the decode worker that it ran on ({live.deaths.last}); it is not tried again"
             self._end(live, LiveState.FAILED, EngineFailure(message))
             return True
-        placement = self.placer.place(live, now) if self.placer.has_room(live, now) else None
+        placement = self.placer.place(live, now)
         if placement is None:
             return False
         self._queue.remove(live)
@@ -258,9 +258,9 @@ class Dispatcher:
             source = self.members.at_row(placement.source_rows[0])
             prefill = source if source.role is Role.PREFILL else None  # a decode worker only hands out what it has
         attempt = live.journal.next_attempt()
-        starts = live.journal.starts()
+        starts, num_tokens = live.journal.starts(), live.longest_tokens
         decode.num_active += len(starts)
-        decode.active_tokens += live.longest_tokens * len(starts)
+        decode.active_tokens += num_tokens * len(starts)
         decode.num_placed += 1
         decode.is_alone = live.deaths.is_suspect(now)
         if prefill is not None:
@@ -271,7 +271,7 @@ class Dispatcher:
             self.members.view.will_compute(decode.row, live.number, placement.num_missing_tokens, now)
         live.decode_id, live.has_begun = decode.worker_id, False
         live.source_ids = tuple(self.members.at_row(row).worker_id for row in placement.source_rows)
-        live.placed_choices, live.placed_tokens = len(starts), live.longest_tokens * len(starts)
+        live.placed_choices, live.placed_tokens = len(starts), num_tokens * len(starts)
         live.placed(now)
         live.move(LiveState.PLACED)
         self._placed[live.number] = (decode, prefill)

@@ -4,7 +4,7 @@ It knows the index, the view and the policy; it opens nothing and changes nobody
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.errors import ConfigurationError
@@ -55,20 +55,21 @@ class Placer:
     def _slo_ttft_s(self, live: Live) -> float:
         return self.rules.slo_ttft_s if live.request.slo_ttft_s is None else live.request.slo_ttft_s
 
-    def has_room(self, live: Live, now: float) -> bool:
-        """By the loads alone: asked of every request that waits."""
-        columns = self._members.view.columns(live.longest_tokens, held_by_row((), self._members.view.num_rows), now)
-        return len(rows_with_room(columns, self._demand(live, now, 1))) > 0
-
     def place(self, live: Live, now: float) -> Placement | None:
+        """None at once where there is no room: asked of every request that waits."""
         members, description = self._members, self._members.any_description
         root = members.root(live.request.salt)
         if root is None or description is None:
             return None
-        keys = live.block_keys(root, description.block_size)
-        held = ((one.rows, one.num_blocks) for one in members.held(keys, now))
-        columns = members.view.columns(live.longest_tokens, held_by_row(held, members.view.num_rows), now)
-        return place(self._demand(live, now, description.block_size), columns, POLICIES[self.rules.policy])
+        demand = self._demand(live, now, description.block_size)
+        columns = members.view.columns(demand.num_tokens, held_by_row((), members.view.num_rows), now)
+        if not len(rows_with_room(columns, demand)):
+            return None
+        held = members.held(live.block_keys(root, description.block_size), now)
+        if held:
+            blocks = held_by_row(((one.rows, one.num_blocks) for one in held), members.view.num_rows)
+            columns = replace(columns, held_blocks=blocks)
+        return place(demand, columns, POLICIES[self.rules.policy])
 
     def expect(self, live: Live, placement: Placement, now: float) -> None:
         """The chain will be where it was placed, and where it is computed."""
