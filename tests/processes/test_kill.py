@@ -66,12 +66,13 @@ def test_a_prefill_worker_lost_in_a_long_prefill_costs_no_token(pair, reference,
         pair.signal(victim, number)
         began = time.monotonic()
         try:
-            for one, asked in zip(answers, (prompt, bystander), strict=True):
-                reference.check(asked, one.result()["choices"][0]["token_ids"])
+            tokens = [one.result()["choices"][0]["token_ids"] for one in answers]
             assert time.monotonic() - began < 5 + 8  # five seconds to notice, and the prefill itself
         finally:
             if number is signal.SIGSTOP:
                 pair.signal(victim, signal.SIGCONT)
+    for asked, answered in zip((prompt, bystander), tokens, strict=True):
+        reference.check(asked, answered)
     pair.wait_ready()
     pair.wait_idle()
 
