@@ -350,10 +350,9 @@ class DecodeScheduler:
         last = choice.sequence.num_blocks_before_tail
         if choice.has_warmed or not choice.sources or choice.is_scoring or choice.waits_for_scores:
             return
-        if choice.num_missing_tokens <= choice.local_tokens:
-            return
         choice.has_warmed = True
-        if self._pool.num_sealed_prefix(choice.sequence.block_ids[:last]) < last:
+        missing = last - self._pool.num_sealed_prefix(choice.sequence.block_ids[:last])
+        if missing * self._block_size > choice.local_tokens:
             choice.warming = FetchOrder(choice, choice.sources[0], 0, last, is_warm=True)
             self._opened.append(choice.warming)
 

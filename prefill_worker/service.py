@@ -92,10 +92,11 @@ class PrefillService:
             task.cancel()
         self._scheduler.abort(chain)
 
-    def _emit(self) -> None:
+    def _emit(self) -> bool:
         for chain, holder in self._scheduler.take_reads():
             assert self._group is not None, "run() must run beside the loop"
             self._reads[chain] = self._group.create_task(self._read(chain, holder))
+        return False
 
     async def _read(self, chain: Chain, holder: Source) -> None:
         opening = FetchOpen(

@@ -1,13 +1,15 @@
 """Who waits for a decode worker, in which order, and who is refused at once. Pure: the clock comes in as an argument.
 
-Between tenants by tokens: whoever has had the fewest is next (start-time fair queueing, after Goyal, Vin and Cheng, 1996: a tenant that
-was away gets no credit for it). Within a tenant by priority, then by the earlier deadline. The queue is bounded by requests, tokens and
-bytes, and by time: a request that would wait longer than it may is refused when it comes, not when its time is up.
+Between tenants by tokens: whoever was given the fewest is next (start-time fair queueing, after Goyal, Vin and Cheng, 1996: a tenant
+that was away gets no credit for it). What a request may come to have is charged when it is placed, and what it did not use is given
+back. Within a tenant by priority, then by the earlier deadline. The queue is bounded by requests, tokens and bytes, and by time: a
+request that would wait longer than it may is refused when it comes, not when its time is up. A tenant with less than its share is
+still let in.
 """
 
 import bisect
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ WINDOW_S = 5.0
 MIN_PLACED = 4
 """Placements within the window, before a wait is foretold from them."""
 MAX_RETRY_AFTER_S = 60.0
+MAX_REMEMBERED = 1024
+"""Tenants that have nothing here, and were given more than others a moment ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +33,14 @@ class QueueLimits:
 
 
 class FairQueue:
-    """Requests by tenant (their salt)."""
+    """Requests by tenant."""
 
     def __init__(self) -> None:
         self._of_tenant: dict[bytes, list[tuple[tuple[int, float, int], Live]]] = {}
         self._served: dict[bytes, float] = {}
         self._virtual = 0.0
         self._keys: dict[int, tuple[int, float, int]] = {}
+        self._tokens_of: Counter[bytes] = Counter()
         self.num_tokens = 0
         self.num_bytes = 0
 
@@ -46,30 +51,46 @@ class FairQueue:
         return live.number in self._keys
 
     def push(self, live: Live) -> None:
-        tenant = live.request.salt
+        tenant = live.request.tenant
         waiting = self._of_tenant.setdefault(tenant, [])
         if not waiting:
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._virtual)
         key = self._keys[live.number] = (-live.priority, live.deadline_s, live.number)
         bisect.insort(waiting, (key, live), key=lambda entry: entry[0])
-        self.num_tokens += live.size
-        self.num_bytes += live.num_bytes
+        self._count(live, 1)
 
     def remove(self, live: Live) -> None:
-        tenant, key = live.request.salt, self._keys.pop(live.number)
+        tenant, key = live.request.tenant, self._keys.pop(live.number)
         waiting = self._of_tenant[tenant]
         del waiting[bisect.bisect_left(waiting, key, key=lambda entry: entry[0])]
         if not waiting:
             del self._of_tenant[tenant]
-            self._forget_the_idle()
-        self.num_tokens -= live.size
-        self.num_bytes -= live.num_bytes
+        self._count(live, -1)
+        if not self._keys:  # everybody has what they asked for
+            self._served.clear()
+            self._tokens_of.clear()
+            self._virtual = 0.0
+
+    def _count(self, live: Live, sign: int) -> None:
+        self.num_tokens += sign * live.size
+        self.num_bytes += sign * live.num_bytes
+        self._tokens_of[live.request.tenant] += sign * live.size
 
     def charge(self, live: Live) -> None:
-        """It has been placed: its tenant has had so much."""
-        tenant = live.request.salt
+        """It is being placed: its tenant is given so much."""
+        tenant = live.request.tenant
         self._virtual = max(self._virtual, self._served.get(tenant, 0.0))
         self._served[tenant] = self._served.get(tenant, self._virtual) + live.size
+        if len(self._served) > 2 * len(self._of_tenant) + MAX_REMEMBERED:
+            idle = [tenant for tenant in self._served if tenant not in self._of_tenant]
+            for tenant in idle[: len(idle) - MAX_REMEMBERED // 2]:  # those that came first
+                del self._served[tenant]
+
+    def settle(self, live: Live) -> None:
+        """It has ended: what it might have had and did not is given back."""
+        tenant, used = live.request.tenant, live.used_tokens
+        if tenant in self._served:
+            self._served[tenant] = max(self._served[tenant] - max(live.size - used, 0), self._virtual)
 
     def in_order(self) -> Iterator[Live]:
         """As they would be placed one after the other; taken only as far as somebody looks."""
@@ -83,9 +104,17 @@ class FairQueue:
             if place + 1 < len(lists[tenant]):
                 heapq.heappush(heap, (served + live.size, tenant, place + 1))
 
-    def _forget_the_idle(self) -> None:
-        if len(self._served) > 2 * len(self._of_tenant) + 1024:
-            self._served = {t: s for t, s in self._served.items() if t in self._of_tenant or s > self._virtual}
+    def num_tokens_before(self, live: Live) -> int:
+        """That are placed before a request of its tenant that comes now, if all tenants take turns."""
+        tenant = live.request.tenant
+        num_tenants = len(self._of_tenant) + (tenant not in self._of_tenant)
+        return min(self.num_tokens, num_tenants * (self._tokens_of[tenant] + live.size))
+
+    def has_its_share(self, live: Live, most: int) -> bool:
+        """Whether the tenant has as many requests here as each may, if all have equally many of `most`."""
+        tenant = live.request.tenant
+        num_tenants = len(self._of_tenant) + (tenant not in self._of_tenant)
+        return len(self._of_tenant.get(tenant, ())) >= most / num_tenants
 
 
 class Admission:
@@ -97,29 +126,32 @@ class Admission:
 
     def placed(self, live: Live, now: float, has_queue: bool) -> None:
         """Only while others wait does the pace say what the pools can take."""
-        if has_queue:
-            self._placed.append((now, live.size))
+        if not has_queue:
+            self._placed.clear()
+            return
+        self._placed.append((now, live.size))
         while self._placed and self._placed[0][0] < now - WINDOW_S:
             self._placed.popleft()
 
-    def wait_s(self, now: float) -> float | None:
-        """What a request that comes now would wait; None if nothing can be said."""
+    def wait_s(self, now: float, num_tokens: int) -> float | None:
+        """What so many tokens before it make a request wait; None if nothing can be said."""
         recent = [(at, tokens) for at, tokens in self._placed if at >= now - WINDOW_S]
         if len(recent) < MIN_PLACED:
             return None
         pace = sum(tokens for _, tokens in recent[1:]) / max(now - recent[0][0], 0.001)
-        return self._queue.num_tokens / max(pace, 1e-9)
+        return num_tokens / max(pace, 1e-9)
 
     def refusal(self, live: Live, now: float, max_wait_s: float) -> KvferryError | None:
         """Why the request cannot be taken now."""
         limits, queue = self._limits, self._queue
-        if len(queue) >= limits.max_requests:
+        is_over = len(queue) >= limits.max_requests
+        if is_over and (len(queue) >= 2 * limits.max_requests or queue.has_its_share(live, limits.max_requests)):
             return self._too_full(f"{len(queue)} requests are", now)
         if len(queue) and queue.num_tokens + live.size > limits.max_tokens:
             return self._too_full(f"requests with {queue.num_tokens:,} tokens are", now)
         if len(queue) and queue.num_bytes + live.num_bytes > limits.max_bytes:
             return self._too_full(f"requests with {queue.num_bytes:,} bytes are", now)
-        wait_s = self.wait_s(now) if len(queue) else None
+        wait_s = self.wait_s(now, queue.num_tokens_before(live)) if len(queue) else None
         if wait_s is not None and wait_s > max_wait_s:
             return Overloaded(
                 f"the decode pool is short: a request that comes now would wait {wait_s:.1f} s, and may wait "
@@ -129,5 +161,5 @@ class Admission:
         return None
 
     def _too_full(self, what: str, now: float) -> Overloaded:
-        retry_s = min(max(self.wait_s(now) or 2.0, 1.0), MAX_RETRY_AFTER_S)
+        retry_s = min(max(self.wait_s(now, self._queue.num_tokens) or 2.0, 1.0), MAX_RETRY_AFTER_S)
         return Overloaded(f"{what} waiting for the decode pool, which is the limit; try again later", retry_s)

@@ -41,7 +41,7 @@ from router.decode_link import SILENCE_S, DecodeLink
 from router.idempotency import LiveKeys
 from router.journal import Acceptance
 from router.live import Live, LiveState
-from router.losses import Death, Refused
+from router.losses import VERDICT_S, Death, Refused
 from router.members import Member, Members
 from router.placement import Placement
 from router.placer import Placer, PlacingRules, num_kv_tokens
@@ -49,9 +49,6 @@ from router.request import GenerationRequest
 from router.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)
-
-WAITS_S = 0.25
-"""A request that must not be placed yet is looked at again after this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +76,8 @@ class Dispatcher:
         self._lives: dict[int, Live] = {}
         self._queue = FairQueue()
         self._admission = Admission(self._queue, limits.queue)
+        self._apart: dict[int, Live] = {}  # under whom a worker died: they wait beside the queue, and hold up nobody
+        self._reserved: Member | None = None  # for the first of them that must be alone
         self._deadlines: list[tuple[float, int]] = []  # a heap; of requests that have ended, too
         self._retries, self._refused, self._keys = RetryBudget(), Refused(), LiveKeys()
         self._links: dict[str, tuple[DecodeLink, asyncio.Task[None]]] = {}
@@ -120,7 +119,9 @@ class Dispatcher:
         self._wait_in_queue(live, now)
         self.counters["accepted"] += 1
         self._place_waiting()
-        if live in self._queue:
+        if (
+            live in self._queue or self._deadlines[0][1] == live.number
+        ):  # `run` sleeps until an earlier time, or for ever
             self._work.ring()
         return live
 
@@ -142,7 +143,6 @@ class Dispatcher:
                 self.cancel(live)
             raise
         if key is not None:
-            self._keys.forget_ended()
             self._keys.remember(key, requests, lives)
         return tuple(lives)
 
@@ -180,7 +180,8 @@ class Dispatcher:
 
     @property
     def is_ready(self) -> bool:
-        return any(member.is_attached for member in self.members.of(Role.DECODE))
+        decode = self.members.of(Role.DECODE)
+        return any(member.is_attached and not member.progress.is_draining for member in decode)
 
     @property
     def is_degraded(self) -> bool:
@@ -189,8 +190,7 @@ class Dispatcher:
     @property
     def max_kv_tokens(self) -> int | None:
         """Tokens of one choice that this deployment can hold; None while there is no decode worker."""
-        sizes = [min(m.description.context_tokens, m.description.pool_tokens) for m in self.members.of(Role.DECODE)]
-        return max(sizes, default=None)
+        return self.members.max_kv_tokens
 
     def _refuse_what_cannot_run(self, request: GenerationRequest) -> None:
         if self._is_closing:
@@ -221,35 +221,70 @@ class Dispatcher:
     def _place_waiting(self) -> None:
         now = self._now()
         self._expire(now)
+        for live in list(self._apart.values()):
+            self._try_apart(live, now)
+        self._reserve(now)
         if not len(self._queue):
             return
-        limit = self.max_kv_tokens or 0  # what is larger waits for another worker, apart from the queue
+        limit = self.placer.most_kv_tokens()  # what is larger waits for another worker, and holds up nobody
         waiting = (live for live in self._queue.in_order() if num_kv_tokens(live) <= limit)
         start_in_order(waiting, lambda live: self._try_place(live, now))
 
     def _wait_in_queue(self, live: Live, now: float) -> None:
         live.queued_s = now
-        self._queue.push(live)
-        heapq.heappush(self._deadlines, (self._queue_deadline_s(live), live.number))
-        heapq.heappush(self._deadlines, (live.deadline_s, live.number))
+        if live.deaths.are_open:
+            self._apart[live.number] = live
+        else:
+            self._queue.push(live)
+        self._wake_at(self._queue_deadline_s(live), live)
+        self._wake_at(live.deadline_s, live)
+
+    def _wake_at(self, at_s: float, live: Live) -> None:
+        heapq.heappush(self._deadlines, (at_s, live.number))
+        if len(self._deadlines) > 4 * len(self._lives) + 1024:
+            self._deadlines = [entry for entry in set(self._deadlines) if entry[1] in self._lives]
+            heapq.heapify(self._deadlines)
 
     def _try_place(self, live: Live, now: float) -> bool:
-        if live.deaths.waits_for_verdict(now):
-            heapq.heappush(self._deadlines, (now + WAITS_S, live.number))
-            return False
-        if live.deaths.is_guilty(now):
-            self._refused.add(live.request, now)
-            message = f"the request killed the decode worker that it ran on ({live.deaths.last}); it is not tried again"
-            self._end(live, LiveState.FAILED, EngineFailure(message))
-            return True
         placement = self.placer.place(live, now)
         if placement is None:
             return False
         self._queue.remove(live)
-        self._queue.charge(live)
+        if not live.journal.attempt:
+            self._queue.charge(live)
         self._admission.placed(live, now, len(self._queue) > 0)
         self._open(live, placement, now)
         return True
+
+    def _try_apart(self, live: Live, now: float) -> None:
+        """One under whom a worker died: it may have to wait for the cause, to be alone, or to be given up."""
+        if live.deaths.waits_for_verdict(now):
+            return  # `learn` or the verdict's time wakes
+        if live.deaths.is_guilty(now):
+            self._refused.add(live.request, now)
+            message = f"the request killed the decode worker that it ran on ({live.deaths.last}); it is not tried again"
+            self._end(live, LiveState.FAILED, EngineFailure(message))
+            return
+        placement = self.placer.place(live, now)
+        if placement is not None:
+            del self._apart[live.number]
+            self._open(live, placement, now)
+
+    def _reserve(self, now: float) -> None:
+        """Nobody else is placed on one worker as long as somebody waits to be alone there."""
+        is_wanted = any(live.deaths.is_suspect(now) for live in self._apart.values())
+        if is_wanted and self._reserved is None:
+            usable = [
+                m for m in self.members.of(Role.DECODE) if m.is_attached and m.state == "ready" and not m.is_alone
+            ]
+            self._reserved = min(usable, key=lambda member: member.num_active, default=None)
+            if self._reserved is not None:
+                self._reserved.is_alone = True
+        elif not is_wanted and self._reserved is not None:
+            self._reserved.is_alone = any(
+                live.runs_apart for live in self._lives.values() if self._is_on(live, self._reserved)
+            )
+            self._reserved = None
 
     def _open(self, live: Live, placement: Placement, now: float) -> None:
         decode = self.members.at_row(placement.decode_row)
@@ -262,7 +297,10 @@ class Dispatcher:
         decode.num_active += len(starts)
         decode.active_tokens += num_tokens * len(starts)
         decode.num_placed += 1
-        decode.is_alone = live.deaths.is_suspect(now)
+        live.runs_apart = live.deaths.is_suspect(now)
+        if live.runs_apart:
+            decode.is_alone = True
+            self._reserved = None if self._reserved is decode else self._reserved
         if prefill is not None:
             prefill.num_active += 1
             prefill.num_placed += 1
@@ -315,9 +353,10 @@ class Dispatcher:
         self._release_prefill(live, placed)
         decode.num_active -= live.placed_choices
         decode.active_tokens -= live.placed_tokens
-        decode.is_alone = False
+        if live.runs_apart:
+            live.runs_apart = decode.is_alone = False
         self.members.view.has_computed(decode.row, live.number)
-        if len(self._queue):
+        if len(self._queue) or self._apart:
             self._work.ring()
 
     def _release_prefill(self, live: Live, placed: tuple[Member, Member | None]) -> None:
@@ -355,13 +394,15 @@ class Dispatcher:
         lost = [live for live in self._lives.values() if self._is_on(live, member)]
         if was_attached and lost:
             logger.warning("%d requests go on elsewhere than on %s: %s", len(lost), member.worker_id, reason)
-        was_alone, now = len(lost) == 1 and member.is_alone, self._now()
+        now, num_others = self._now(), int(self.members.view.ints["foreign_active"][member.row])
+        was_alone = len(lost) == 1 and lost[0].runs_apart and not num_others
         for live in lost:
             self.counters["worker_losses"] += 1
             if may_have_died and live.has_begun:
                 description = member.description
                 live.deaths.add(Death(description.worker_id, description.incarnation, now, was_alone))
-            self._queue_again(live, f"its decode worker was lost: {reason}")
+                self._wake_at(now + VERDICT_S, live)
+            self._queue_again(live, f"its decode worker was lost: {reason}", is_loss=True)
         self._work.ring()
 
     def _is_on(self, live: Live, member: Member) -> bool:
@@ -403,8 +444,8 @@ class Dispatcher:
         if acceptance is Acceptance.GAP:
             self._skipped(member, live)
             return
-        if live.deaths.survived():
-            member.is_alone = False
+        if live.deaths.survived() and live.runs_apart:
+            live.runs_apart = member.is_alone = False
         live.instants_s["last_token"] = self._now() - live.accepted_s
         live.changed.ring()
         if live.journal.is_done:
@@ -443,10 +484,11 @@ class Dispatcher:
             self._end(live, LiveState.FAILED, _error_of(end))
             self._cancel_on(member, live)
 
-    def _queue_again(self, live: Live, why: str) -> None:
+    def _queue_again(self, live: Live, why: str, is_loss: bool = False) -> None:
+        """A worker's end is no reason to fail what it had; placements that fail otherwise, before a first token, have a budget."""
         self._release(live)
         now = self._now()
-        if not live.journal.num_tokens and not self._retries.take(now):
+        if not is_loss and not live.journal.num_tokens and not self._retries.take(now):
             self.counters["retries_refused"] += 1
             message = f"too many placements fail before a first token; the last: {why}; try again later"
             self._end(live, LiveState.FAILED, NoWorker(message, retry_after_s=5))
@@ -461,9 +503,12 @@ class Dispatcher:
     def _end(self, live: Live, state: LiveState, error: KvferryError | None = None) -> None:
         if live in self._queue:
             self._queue.remove(live)
+        self._apart.pop(live.number, None)
         if state is LiveState.CANCELLED or (state is LiveState.FINISHED and live.request.stops):
             self._cancel_on_worker(live)  # else the worker has ended it by itself
         self._release(live)
+        self._queue.settle(live)
+        self._keys.ended(live)
         if state is LiveState.FINISHED:
             self._retries.succeeded(self._now())
             self.placer.finished(live)
@@ -500,7 +545,7 @@ class Dispatcher:
                 message = f"the request's time limit of {limit:g} s ran out while it was {self.phase(live)}"
                 self._cancel_on_worker(live)
                 self._end(live, LiveState.FAILED, DeadlineExceeded(message))
-            elif live in self._queue and now >= self._queue_deadline_s(live):
+            elif live.state is LiveState.QUEUED and now >= self._queue_deadline_s(live):
                 self._end(live, LiveState.FAILED, self._why_waiting())
 
     def _why_waiting(self) -> KvferryError:

@@ -21,7 +21,7 @@ from router.journal import Delta, FinishReason
 from router.live import Live, deltas_of
 from router.openai_request import MAX_LOGPROBS, Body, Message
 from router.request import GenerationRequest, Summary
-from router.request_maker import RequestMaker, Wishes, salt_of
+from router.request_maker import RequestMaker, Wishes, salt_of, tenant_of
 
 SERVICE = "kvferry.v1.GenerationService"
 HEALTH_INTERVAL_S = 0.5
@@ -151,7 +151,8 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
         if body.max_tokens == 0 and body.prompt_logprobs is None:
             raise InvalidRequest("max_tokens is 0: only with num_prompt_logprobs is there an answer", "max_tokens")
         tokens, param = await self._tokens(request)
-        made = self._maker.make(tokens, body, body.max_tokens, param, salt_of(body.cache_salt, api_key), wishes=wishes)
+        salt, tenant = salt_of(body.cache_salt, api_key), tenant_of(api_key)
+        made = self._maker.make(tokens, body, body.max_tokens, param, salt, wishes=wishes, tenant=tenant)
         return replace(made, continues_prompt=param != "chat")
 
     async def _tokens(self, request: Any) -> tuple[list[int], str]:

@@ -35,7 +35,7 @@ from router.metrics import RouterMetrics
 from router.openai_answer import DONE, AnswerShape, ChoiceShape, error_body, event, server_timing
 from router.openai_request import Body, ChatBody, CompletionBody, parse_body
 from router.request import GenerationRequest
-from router.request_maker import RequestMaker, Wishes, salt_of
+from router.request_maker import RequestMaker, Wishes, salt_of, tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class HttpApi:
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         wishes = Wishes.of_headers(request.headers)
-        made = self._maker.make(tokens, body, limit, "messages", _salt(request, body), name, wishes)
+        made = self._maker.make(tokens, body, limit, "messages", _salt(request, body), name, wishes, _tenant(request))
         return await self._answer(request, body, [made], wishes)
 
     async def completions(self, request: Request) -> Response:
@@ -82,7 +82,9 @@ class HttpApi:
         made, wishes = list[GenerationRequest](), Wishes.of_headers(request.headers)
         for prompt in body.prompts:
             tokens = prompt if isinstance(prompt, list) else await self._maker.encode_text(prompt, "prompt")
-            one = self._maker.make(tokens, body, limit, "prompt", _salt(request, body), wishes=wishes)
+            one = self._maker.make(
+                tokens, body, limit, "prompt", _salt(request, body), wishes=wishes, tenant=_tenant(request)
+            )
             made.append(replace(one, echo=self._echo(prompt) if body.echo else None, continues_prompt=True))
         if body.num_prompt_logprobs is not None:
             self._maker.check_scores(sum(len(one.prompt_tokens) for one in made), body, "prompt")
@@ -232,9 +234,17 @@ async def _read_body(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-def _salt(request: Request, body: Body) -> bytes:
+def _api_key(request: Request) -> str | None:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return salt_of(body.cache_salt, key if scheme.lower() == "bearer" else None)
+    return key if scheme.lower() == "bearer" else None
+
+
+def _tenant(request: Request) -> bytes:
+    return tenant_of(_api_key(request))
+
+
+def _salt(request: Request, body: Body) -> bytes:
+    return salt_of(body.cache_salt, _api_key(request))
 
 
 def _error_response(error: KvferryError) -> JSONResponse:

@@ -36,15 +36,16 @@ class _Entry:
 
 
 class LiveKeys:
-    """The live requests of one router by (tenant, key)."""
+    """The live requests of one router by (salt, key)."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[bytes, str], _Entry] = {}
+        self._names: dict[int, tuple[bytes, str]] = {}
 
     def find(self, key: str, requests: Sequence[GenerationRequest]) -> tuple[Live, ...] | None:
         """None if nothing lives under it. Raises Conflict if another request does."""
         entry = self._entries.get((requests[0].salt, key))
-        if entry is None or any(live.has_ended for live in entry.lives):
+        if entry is None:
             return None
         if entry.requests != tuple(requests):
             raise Conflict(
@@ -53,9 +54,16 @@ class LiveKeys:
         return entry.lives
 
     def remember(self, key: str, requests: Sequence[GenerationRequest], lives: Sequence[Live]) -> None:
-        self._entries[requests[0].salt, key] = _Entry(tuple(requests), tuple(lives))
+        name = (requests[0].salt, key)
+        if not all(live.has_ended for live in lives):
+            self._entries[name] = _Entry(tuple(requests), tuple(lives))
+            self._names.update((live.number, name) for live in lives)
 
-    def forget_ended(self) -> None:
-        ended = [name for name, entry in self._entries.items() if all(live.has_ended for live in entry.lives)]
-        for name in ended:
+    def ended(self, live: Live) -> None:
+        """With the last of its requests a key is forgotten. Called while `live` does not yet say that it has ended."""
+        name = self._names.pop(live.number, None)
+        if name is None:
+            return
+        entry = self._entries[name]
+        if all(other.has_ended or other is live for other in entry.lives):
             del self._entries[name]

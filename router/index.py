@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvferry.kv.block_id import BLOCK_ID_BYTES
-
 KEY_BYTES = 8
 NUM_SHARDS = 256
 MAX_SHARED_SETS = 65536
@@ -54,10 +52,6 @@ class PrefixIndex:
             shard = shards[key % NUM_SHARDS]
             holders = shard.get(key, 0) | bit
             shard[key] = shared.setdefault(holders, holders)
-
-    def add_joined(self, row: int, joined: bytes) -> None:
-        """The ids of 16 bytes each, one after the other."""
-        self.add(row, (joined[k : k + KEY_BYTES] for k in range(0, len(joined), BLOCK_ID_BYTES)))
 
     def remove(self, row: int, block_ids: Iterable[bytes]) -> None:
         shards, shared, bit = self._shards, self._sets, 1 << row

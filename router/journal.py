@@ -128,6 +128,11 @@ class Journal:
         return all(choice.finish is not None for choice in self.choices)
 
     @property
+    def num_open(self) -> int:
+        """Choices that have not ended."""
+        return sum(choice.finish is None for choice in self.choices)
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(choice.tokens) for choice in self.choices)
 

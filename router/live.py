@@ -57,11 +57,12 @@ class Live:
         self.instants_s: dict[str, float] = {}
         self.decode_id = ""
         self.source_ids: tuple[str, ...] = ()
-        self.num_missing_tokens = 0
         self.placed_choices = 0
         self.placed_tokens = 0
         self.failed_worker_ids: set[str] = set()
         self.deaths = Deaths()
+        self.runs_apart = False
+        """It was placed where nobody else is, and nobody else may be."""
         self.has_begun = False
         """It took part in a step of this attempt."""
         self.num_readers = 1
@@ -98,6 +99,11 @@ class Live:
     def size(self) -> int:
         """Tokens that its choices may come to have."""
         return (len(self.request.prompt_tokens) + self.request.sampling.max_tokens) * len(self.journal.choices)
+
+    @property
+    def used_tokens(self) -> int:
+        """Of `size`."""
+        return len(self.request.prompt_tokens) * len(self.journal.choices) + self.journal.num_tokens
 
     @property
     def num_bytes(self) -> int:
@@ -166,7 +172,7 @@ class Live:
         if self.explanation is None:
             return None
         predicted, first_token_s = self.predicted_ttft_s, self.instants_s.get("first_token")
-        if predicted is None or first_token_s is None:
+        if predicted is None or first_token_s is None or self.journal.attempt != 1:
             return self.explanation
         actual_ms = (first_token_s - self.instants_s["placed"]) * 1e3
         return {

@@ -6,6 +6,7 @@ up. Suspects run apart, on a worker that nobody else uses: one that kills it the
 """
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
@@ -21,8 +22,10 @@ MAX_UNCLEAR = 2
 MAX_CRASHES = 5
 """A request that took part in so many deaths is given up, wherever it ran."""
 MAX_REFUSED = 10_000
-OUTSIDE_SIGNALS = {f"signal {number}" for number in (1, 2, 3, 9, 15)}
-"""HUP, INT, QUIT, KILL, TERM: somebody sent them."""
+FROM_OUTSIDE = (1, 2, 3, 9, 15)
+"""HUP, INT, QUIT, KILL, TERM: sent by somebody, be it the kernel for want of memory."""
+OUTSIDE_ENDS = {"code 0", *(f"signal {n}" for n in FROM_OUTSIDE), *(f"code {128 + n}" for n in FROM_OUTSIDE)}
+"""A worker that was asked to end does so orderly, or as a shell says it."""
 
 
 class Verdict(Enum):
@@ -52,21 +55,28 @@ class Deaths:
 
     def __init__(self) -> None:
         self._deaths: list[Death] = []
+        self._all: list[Death] = []
 
     def add(self, death: Death) -> None:
         self._deaths.append(death)
+        self._all.append(death)
+
+    @property
+    def are_open(self) -> bool:
+        """It has not gone on through a step since."""
+        return bool(self._deaths)
 
     def survived(self) -> bool:
-        """It went on elsewhere, through a step: it was not what killed the worker. Whether there was anything to clear."""
+        """It went on elsewhere, through a step: that step was not what kills workers. Whether there was anything to clear."""
         had_any = bool(self._deaths)
         self._deaths.clear()
         return had_any
 
     def learn(self, worker: WorkerDescription) -> None:
         """A worker is (still, or again) there: what became of its earlier life, if it is known."""
-        for death in self._deaths:
+        for death in self._all:
             if death.worker_id == worker.worker_id and death.verdict is Verdict.UNCLEAR:
-                if death.incarnation == worker.incarnation or worker.previous_end in OUTSIDE_SIGNALS:
+                if death.incarnation == worker.incarnation or worker.previous_end in OUTSIDE_ENDS:
                     death.verdict = Verdict.OUTSIDE
                 elif worker.previous_end:
                     death.verdict = Verdict.CRASH
@@ -75,8 +85,8 @@ class Deaths:
         return any(death.counts(now) for death in self._deaths)
 
     def is_guilty(self, now: float) -> bool:
-        counting = [death for death in self._deaths if death.counts(now)]
-        return len(counting) >= MAX_CRASHES or any(death.was_alone for death in counting)
+        is_alone = any(death.was_alone for death in self._deaths if death.counts(now))
+        return is_alone or sum(death.counts(now) for death in self._all) >= MAX_CRASHES
 
     def waits_for_verdict(self, now: float) -> bool:
         unclear = [d for d in self._deaths if d.verdict is Verdict.UNCLEAR and not d.counts(now)]
@@ -90,7 +100,7 @@ class Deaths:
 def fingerprint(request: GenerationRequest) -> bytes:
     """Of what may crash a worker: the prompt, and how tokens are chosen, but for the seed."""
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(repr(request.prompt_tokens).encode())
+    digest.update(array("I", request.prompt_tokens).tobytes())
     fields = {name: getattr(request.sampling, name) for name in request.sampling.__slots__ if name != "seed"}
     digest.update(repr(sorted(fields.items())).encode())
     return digest.digest()
@@ -103,12 +113,16 @@ class Refused:
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, request: GenerationRequest, now: float) -> None:
-        self._until[fingerprint(request)] = now + REFUSED_S
+        name = fingerprint(request)
+        self._until[name] = now + REFUSED_S
+        self._until.move_to_end(name)
         while len(self._until) > MAX_REFUSED:
             self._until.popitem(last=False)
 
     def left_s(self, request: GenerationRequest, now: float) -> float:
         """For how long it is still refused; 0: it is not."""
+        while self._until and next(iter(self._until.values())) <= now:
+            self._until.popitem(last=False)
         if not self._until:
             return 0.0
         return max(self._until.get(fingerprint(request), 0.0) - now, 0.0)

@@ -32,12 +32,14 @@ from kvferry.text.model_text import TextSizes
 from router.expected import ExpectedBlocks
 from router.index import Held, PrefixIndex
 from router.outliers import Outliers
-from router.view import WorkerView
+from router.view import WorkerView, sane
 
 logger = logging.getLogger(__name__)
 
 MUST_MATCH = ("block_size", "fidelity", "block_bytes", "vocabulary_size", "context_tokens", "model_id")
 """Fields that all members share; the first member fixes them, the last to leave frees them."""
+MOST = 2**48
+"""No count of a description is larger."""
 POSITIVE = ("block_size", "block_bytes", "pool_tokens", "context_tokens", "max_sequences")
 SILENCE_S = 3.0
 BEAT_INTERVAL_S = 1.0
@@ -54,6 +56,7 @@ class Member:
         self.row = view.open_row(description)
         self.next_event: int | None = None
         """The number of the block event that must come next; None until a snapshot has come."""
+        self.has_told_all = False
         self.judged_step = 0
         self._view = view
         self._has_left = False
@@ -114,10 +117,6 @@ class Member:
         if self.progress.is_draining:
             return "draining"
         return "set aside" if self.is_aside else "ready" if self.is_attached else "attaching"
-
-    @property
-    def is_decode(self) -> bool:
-        return self.role is Role.DECODE
 
     @property
     def is_aside(self) -> bool:
@@ -203,6 +202,13 @@ class Members:
         return self._members.get(worker_id)
 
     @property
+    def max_kv_tokens(self) -> int | None:
+        """Tokens of one choice that some decode worker can hold; None without any."""
+        description = self.any_description
+        most = self.view.most_pool_tokens(usable=False)
+        return min(most, description.context_tokens) if description is not None and most else None
+
+    @property
     def any_description(self) -> WorkerDescription | None:
         """All members agree on MUST_MATCH."""
         return next((member.description for member in self._members.values()), None)
@@ -220,8 +226,8 @@ class Members:
                 "vocabulary_size", worker.vocabulary_size, self._sizes.vocabulary_size, "this router's model"
             )
         for name in POSITIVE:
-            if getattr(worker, name) < 1:
-                return Refusal(name, f"{name} is {getattr(worker, name)}: it must be at least 1")
+            if not 1 <= getattr(worker, name) <= MOST:
+                return Refusal(name, f"{name} is {getattr(worker, name)}: it must be between 1 and {MOST}")
         if not worker.worker_id or not worker.address:
             return Refusal("worker_id", "a worker needs a name and an address")
         other = next((m.description for m in self if m.worker_id != worker.worker_id), None)
@@ -289,9 +295,9 @@ class Members:
         """False: some are missing. What came since the last whole picture stays: it is a hint."""
         num_events = len(progress.sealed_block_ids) + len(progress.evicted_block_ids)
         if progress.is_snapshot:
-            if member.next_event is not None:
+            if member.has_told_all:
                 self._index.remove_all(member.row)
-            member.next_event = progress.first_event
+            member.has_told_all, member.next_event = True, progress.first_event
         elif member.next_event is None:
             return True  # the snapshot is on its way
         elif progress.first_event != member.next_event:
@@ -333,9 +339,9 @@ def _differs(field_name: str, theirs: object, ours: object, whose: str) -> Refus
 def _same_work(members: list[Member]) -> dict[str, float]:
     """Seconds for the same work, by worker: what most of the pool have been measured at."""
     of_each = {
-        member.worker_id: dict(member.progress.step_s)
+        member.worker_id: dict(sane(member.progress.step_s))
         if member.role is Role.DECODE
-        else {size: 1 / rate for size, rate in member.progress.tokens_per_s.items() if rate > 0}
+        else {size: 1 / rate for size, rate in sane(member.progress.tokens_per_s)}
         for member in members
     }
     counts = Counter(size for known in of_each.values() for size in known)

@@ -5,9 +5,8 @@ neighbour. It gets nothing new, what it has goes on, and after a time that doubl
 a pool is set aside at once: then it is the work that is slow.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 SLOW = 3.0
 """Times the median of the others."""
@@ -33,11 +32,11 @@ class Outliers:
         for name in [name for name in self._aside if name not in slowness]:
             del self._aside[name]
         limit = len(slowness) // 2
-        for name, seconds in sorted(slowness.items(), key=lambda item: -item[1]):
-            others = [other for other_name, other in slowness.items() if other_name != name]
+        ordered = sorted(slowness.items(), key=lambda item: -item[1])
+        for place, (name, seconds) in enumerate(ordered):
             if name not in fresh:
                 continue
-            if len(slowness) < MIN_WORKERS or seconds <= SLOW * median(others):
+            if len(ordered) < MIN_WORKERS or seconds <= SLOW * _median_without(ordered, place):
                 self._forgive(name, now)
                 continue
             found = self._aside.get(name)
@@ -53,3 +52,9 @@ class Outliers:
 
     def _now_aside(self, now: float) -> frozenset[str]:
         return frozenset(name for name, found in self._aside.items() if now < found.until_s)
+
+
+def _median_without(ordered: Sequence[tuple[str, float]], place: int) -> float:
+    """Of the others: the lower one of the two in the middle."""
+    middle = len(ordered) // 2
+    return ordered[middle if middle != place else min(middle + 1, len(ordered) - 1)][1]

@@ -36,6 +36,8 @@ class Columns:
     is_decode: Bools
     is_usable: Bools
     """Attached, neither draining nor set aside."""
+    is_reserved: Bools
+    """For a request that must be alone."""
     num_active: Ints
     """Choices there (decode) or chains (prefill)."""
     max_active: Ints
@@ -153,7 +155,8 @@ def _cheapness(columns: Columns, demand: Demand, costs: _DecodeCosts) -> Floats:
 
 
 def _prefix(columns: Columns, demand: Demand, costs: _DecodeCosts) -> Floats:
-    return columns.held_blocks[costs.rows] / max(demand.num_blocks_before_tail, 1)
+    num_blocks = max(demand.num_blocks_before_tail, 1)
+    return np.minimum(columns.held_blocks[costs.rows], num_blocks) / num_blocks
 
 
 def _idleness(columns: Columns, demand: Demand, costs: _DecodeCosts) -> Floats:
@@ -191,6 +194,8 @@ def rows_with_room(columns: Columns, demand: Demand) -> NDArray[np.intp]:
     has_room &= columns.active_tokens + tokens <= columns.pool_tokens
     is_idle = columns.num_active == 0
     able = columns.is_decode & columns.is_usable & (columns.pool_tokens >= demand.num_kv_tokens)
+    if not demand.runs_apart:
+        able &= ~columns.is_reserved
     return np.flatnonzero(able & (is_idle if demand.runs_apart else is_idle | has_room))
 
 
@@ -250,8 +255,9 @@ def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], sour
         ]  # one row for each source: long rows are what numpy is fast at
         times_s += wait_s[:, None]
         remote_s = times_s.min(axis=0) + FETCH_S
-        harm_s = np.where(fetching_s + harm_s <= remote_s, harm_s, 0.0)
-        fetching_s = np.where(missing > 0, np.minimum(fetching_s, remote_s), 0.0)
+        is_here = fetching_s + harm_s <= remote_s
+        fetching_s = np.where(missing > 0, np.where(is_here, fetching_s, remote_s), 0.0)
+        harm_s = np.where(is_here, harm_s, 0.0)
     step_s = columns.step_base_s[rows] + columns.step_slope_s[rows] * (active + demand.num_choices)
     ttft_s = fetching_s + step_s
     slowed_s = columns.step_slope_s[rows] * active * demand.num_choices

@@ -45,8 +45,14 @@ class Placer:
         num_tokens = live.journal.num_tokens // len(live.journal.choices)
         self._output_tokens += SMOOTHING * (num_tokens - self._output_tokens)
         first_token_s = live.instants_s.get("first_token")
-        if first_token_s is not None:
+        if first_token_s is not None and live.journal.attempt == 1:
             self._placed_ttft_s += SMOOTHING * (first_token_s - live.instants_s["placed"] - self._placed_ttft_s)
+
+    def most_kv_tokens(self) -> int:
+        """Of one choice that can be placed now, if there were room."""
+        description = self._members.any_description
+        most = self._members.view.most_pool_tokens(usable=True)
+        return 0 if description is None else min(most, description.context_tokens)
 
     def max_wait_s(self, live: Live) -> float:
         """For a place, if its time to the first token is to be kept: with a margin, for none of this is exact."""
@@ -90,7 +96,7 @@ class Placer:
         return Demand(
             number=live.number,
             num_tokens=num_tokens,
-            num_choices=len(live.journal.starts()),
+            num_choices=live.journal.num_open,
             num_kv_tokens=num_kv_tokens(live),
             num_blocks_before_tail=num_whole_blocks_before_tail(num_tokens, block_size),
             block_size=block_size,

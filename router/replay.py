@@ -130,6 +130,7 @@ class Replay:
         return Columns(
             is_decode=np.array([worker.is_decode for worker in workers]),
             is_usable=np.ones(n, np.bool_),
+            is_reserved=np.zeros(n, np.bool_),
             num_active=self._active,
             max_active=np.array([worker.max_sequences for worker in workers]),
             active_tokens=self._tokens,

@@ -18,6 +18,8 @@ class GenerationRequest:
     continues_prompt: bool = False
     """The answer's text goes on where the prompt's ends, as a completion's does: a space in between is kept."""
     salt: bytes = b""
+    tenant: bytes = b""
+    """Who asks, for fairness: of the API key alone, not of what else separates caches."""
     priority: int = 0
     timeout_s: float | None = None
     slo_ttft_s: float | None = None

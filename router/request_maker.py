@@ -97,6 +97,7 @@ class RequestMaker:
         salt: bytes,
         limit_name: str = "max_tokens",
         wishes: Wishes = NO_WISHES,
+        tenant: bytes = b"",
     ) -> GenerationRequest:
         """Raises InvalidRequest naming `param` (the prompt) or another field, NoWorker while nothing can be judged."""
         limit = self._limit()
@@ -123,6 +124,7 @@ class RequestMaker:
             stops=body.stops,
             is_stop_included=bool(body.include_stop_str_in_output),
             salt=salt,
+            tenant=tenant,
             priority=body.priority or 0,
             timeout_s=body.timeout_s,
             slo_ttft_s=wishes.slo_ttft_s,
@@ -200,6 +202,11 @@ def salt_of(cache_salt: str | None, api_key: str | None) -> bytes:
     return hashlib.blake2b(
         f"{api_key or ''}\0{cache_salt or ''}".encode("utf-8", "surrogatepass"), digest_size=16
     ).digest()
+
+
+def tenant_of(api_key: str | None) -> bytes:
+    """All without a key are one tenant."""
+    return hashlib.blake2b(api_key.encode("utf-8", "surrogatepass"), digest_size=8).digest() if api_key else b""
 
 
 async def _off_loop(work: Callable[[], list[int]], num_characters: int) -> list[int]:

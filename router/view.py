@@ -26,6 +26,8 @@ FADES_S = 10.0
 """What a worker measured before it had nothing to do for so long may not hold any more: it counts as its pool's median."""
 LAG_S = 0.25
 """A worker's progress may not yet know of what was placed so shortly before it came."""
+SMALLEST, LARGEST = 1e-6, 1e13
+"""Of seconds, tokens and bytes a second alike."""
 INTS = (
     "max_active",
     "pool_tokens",
@@ -55,8 +57,7 @@ class WorkerView:
         self._pending: list[dict[int, tuple[float, int]]] = [{} for _ in range(num_rows)]
         self._links: list[dict[int, float]] = [{} for _ in range(num_rows)]
         self._free = list(range(num_rows - 1, -1, -1))
-        self._smoothed: dict[str, tuple[float, NDArray[np.float64]]] = {}
-        self._default_link = DEFAULT_LINK_BYTES_PER_S
+        self._smoothed: dict[str | int, tuple[float, NDArray[np.float64]]] = {}
         self._block_bytes = 1
         self.num_rows = 0
         """Rows beyond were never used."""
@@ -113,7 +114,7 @@ class WorkerView:
         self._rates[:, row] = _curve({} if has_faded else progress.tokens_per_s)
         for worker_id, rate in progress.link_bytes_per_s.items():
             source = rows_of.get(worker_id)
-            if source is not None and math.isfinite(rate) and rate > 0:
+            if source is not None and SMALLEST < rate < LARGEST:
                 self._links[row][source] = rate
 
     # --------------------------------------------------------------------------------------------- what this router does
@@ -137,21 +138,20 @@ class WorkerView:
     def columns(self, num_tokens: int, held_blocks: NDArray[np.int64], now: float) -> Columns:
         """`num_tokens`: the request's length; `held_blocks`: of its chain, by row."""
         n, ints, bools = self.num_rows, self.ints, self.bools
-        usable = bools["is_member"][:n] & bools["is_attached"][:n] & ~bools["is_draining"][:n]
-        usable &= ~bools["is_aside"][:n] & ~bools["is_reserved"][:n]
         bucket = _bucket(num_tokens)
         return Columns(
             is_decode=bools["is_decode"][:n],
-            is_usable=usable,
+            is_usable=self.usable(),
+            is_reserved=bools["is_reserved"][:n],
             num_active=ints["num_active"][:n] + ints["foreign_active"][:n],
             max_active=ints["max_active"][:n],
             active_tokens=ints["active_tokens"][:n] + ints["foreign_tokens"][:n],
             pool_tokens=ints["pool_tokens"][:n],
             num_placed=ints["num_placed"][:n],
-            step_base_s=self._alike("step_base_s", DEFAULT_STEP_S, now),
-            step_slope_s=self._alike("step_slope_s", 0.0, now),
+            step_base_s=self._alike("step_base_s", self.floats["step_base_s"], DEFAULT_STEP_S, now),
+            step_slope_s=self._alike("step_slope_s", self.floats["step_slope_s"], 0.0, now),
             waiting_tokens=self._waits(bucket, num_tokens),
-            tokens_per_s=self._alike(f"rate {bucket}", DEFAULT_TOKENS_PER_S, now),
+            tokens_per_s=self._alike(bucket, self._rates[bucket], DEFAULT_TOKENS_PER_S, now),
             held_blocks=held_blocks,
             block_s=self.block_s,
         )
@@ -163,32 +163,33 @@ class WorkerView:
         longer = self._waiting[-1, : self.num_rows] - before
         return before + np.minimum(longer, before + num_tokens)
 
+    def most_pool_tokens(self, usable: bool) -> int:
+        """Of a decode worker, or of one that requests can be placed on now; 0 without any."""
+        n = self.num_rows
+        of = self.bools["is_decode"][:n] & (self.usable() if usable else self.bools["is_member"][:n])
+        return int(self.ints["pool_tokens"][:n].max(where=of, initial=0))
+
+    def usable(self) -> NDArray[np.bool_]:
+        n, bools = self.num_rows, self.bools
+        able = bools["is_member"][:n] & bools["is_attached"][:n] & ~bools["is_draining"][:n]
+        return able & ~bools["is_aside"][:n]
+
     def block_s(self, row: int) -> NDArray[np.float64]:
         """Seconds a block from each row to this one."""
         links = self._links[row]
-        known = self._default_link
-        if links:
-            known = self._default_link = float(np.median(list(links.values())))
+        known = float(np.median(list(links.values()))) if links else DEFAULT_LINK_BYTES_PER_S
         times = np.full(self.num_rows, self._block_bytes / known)
         for source, rate in links.items():
             times[source] = self._block_bytes / rate
         times[row] = 0.0
         return times
 
-    def measured(self, name: str) -> NDArray[np.float64]:
-        """As the workers say it; NaN where nothing is known."""
-        return self.floats[name][: self.num_rows]
-
-    def measured_rate(self, bucket: int) -> NDArray[np.float64]:
-        return self._rates[bucket, : self.num_rows]
-
-    def _alike(self, name: str, default: float, now: float) -> NDArray[np.float64]:
+    def _alike(self, key: str | int, raw: NDArray[np.float64], default: float, now: float) -> NDArray[np.float64]:
         """Measurements with the unknown and the nearly equal ones at the median of their pool."""
-        found = self._smoothed.get(name)
+        found = self._smoothed.get(key)
         if found is not None and now - found[0] < MEASURED_ANEW_S:
             return found[1]
-        raw = self.measured_rate(int(name.split()[1])) if name.startswith("rate ") else self.measured(name)
-        n, values = self.num_rows, raw.copy()
+        n, values = self.num_rows, raw[: self.num_rows].copy()
         of_pool = [self.bools["is_decode"][:n], ~self.bools["is_decode"][:n]]
         known = np.isfinite(values) & self.bools["is_member"][:n]
         for mask in of_pool:
@@ -198,7 +199,7 @@ class WorkerView:
                 median = float(np.median(values[known])) if known.any() else default
             alike = ~np.isfinite(values) | ((values <= median * ALIKE) & (values * ALIKE >= median))
             values[mask & alike] = median
-        self._smoothed[name] = (now, values)
+        self._smoothed[key] = (now, values)
         return values
 
     def _grow(self) -> None:
@@ -226,13 +227,14 @@ def _cumulative(by_size: Mapping[int, int]) -> NDArray[np.int64]:
     return np.cumsum(sizes)
 
 
-def _sane(values: Mapping[int, float]) -> list[tuple[int, float]]:
-    return sorted((key, value) for key, value in values.items() if key > 0 and math.isfinite(value) and value > 0)
+def sane(values: Mapping[int, float]) -> list[tuple[int, float]]:
+    """What can be a measurement: a worker that is broken must not break placing."""
+    return sorted((key, value) for key, value in values.items() if 0 < key <= 2**40 and SMALLEST < value < LARGEST)
 
 
 def _line(step_s: Mapping[int, float]) -> tuple[float, float]:
     """Base and slope through the smallest and the largest batch that were measured; no slope falls."""
-    known = _sane(step_s)
+    known = sane(step_s)
     if not known:
         return math.nan, math.nan
     (small, small_s), (large, large_s) = known[0], known[-1]
@@ -242,7 +244,7 @@ def _line(step_s: Mapping[int, float]) -> tuple[float, float]:
 
 def _curve(tokens_per_s: Mapping[int, float]) -> list[float]:
     """By bucket; between and beyond what was measured, the nearest shorter one, or the shortest."""
-    known = _sane(tokens_per_s)
+    known = sane(tokens_per_s)
     if not known:
         return [math.nan] * NUM_BUCKETS
     by_bucket = {(key - 1).bit_length(): value for key, value in known}

@@ -160,4 +160,4 @@ class Sequence:
             self._hold.close()
             self._hold = None
         self.slots = []
-        self.num_computed = self.num_skipped_blocks = 0
+        self.num_computed = self.num_skipped_blocks = self._num_announced = 0

@@ -3,7 +3,7 @@
 The worker programs, schedulers, pool, roads and wire are the real ones; the model is kvferry/engine/fake.py, whose next token derives
 from the KV bytes that it holds. A step takes the time of a roofline (operations at the accelerator's rate, bytes at its bandwidth,
 whichever is longer, at the share of both that good kernels reach, plus a fixed time for launching it), and blocks leave the worker as
-fast as its link would move the shape's true bytes. No torch.
+fast as its link would move the shape's true bytes.
 """
 
 import asyncio

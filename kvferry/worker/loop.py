@@ -99,8 +99,8 @@ class EngineLoop:
         self.step = 0
         self.stepped = Bell()
         """Rings after each commit and whenever the loop has drained its inbox."""
-        self.emit: Callable[[], None] = lambda: None
-        """Called after each commit and each drain."""
+        self.emit: Callable[[], bool] = lambda: False
+        """Called after each commit and each drain. True: something must be on its way before the next step runs."""
         self.is_lending: Callable[[], bool] = lambda: False
         """Whether blocks are referenced for other workers' readers: then an idle engine does not mean an idle pool."""
 
@@ -125,11 +125,13 @@ class EngineLoop:
                 while self._inbox:
                     self._inbox.popleft()()
                 plan = self._scheduler.plan(self.step + 1, self.now())
-                self.emit()
+                is_urgent = self.emit()
                 self.stepped.ring()
                 if plan is None:
                     await self._rest()
                 else:
+                    if is_urgent:
+                        await self._let_senders_run()
                     await self._run_step(plan)
                     await self._let_senders_run()
         finally:

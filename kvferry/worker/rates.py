@@ -9,6 +9,8 @@ from kvferry.engine.plan import Plan
 from kvferry.turns import bucket
 
 SMOOTHING = 0.2
+MAX_LINKS = 256
+"""Workers come and go."""
 MOST = 4.0
 """A single measurement counts as at most so many times the mean, and at least its inverse: a process that was stopped for a while is
 not slow for long."""
@@ -34,19 +36,25 @@ class MeasuredRates:
             end = max(chunk.start + len(chunk.tokens) for chunk in plan.chunks)
             _mix(self.tokens_per_s, bucket(end), num_behind / duration_s)
 
+    def _forget_the_oldest(self) -> None:
+        while len(self.link_bytes_per_s) > MAX_LINKS:
+            self.link_bytes_per_s.pop(next(iter(self.link_bytes_per_s)))
+
     def probed(self, source_id: str, bytes_per_s: float) -> None:
         """By a single frame, when the two met: holds until there is something better."""
         if source_id not in self.link_bytes_per_s:
             self.link_bytes_per_s[source_id] = bytes_per_s
             self._only_probed.add(source_id)
+            self._forget_the_oldest()
 
     def fetched(self, source_id: str, num_bytes: int, duration_s: float) -> None:
         """Blocks that nobody had to compute meanwhile: only then does the time say something of the link."""
         if num_bytes and duration_s > 0:
             if source_id in self._only_probed:
                 self._only_probed.remove(source_id)
-                del self.link_bytes_per_s[source_id]
+                self.link_bytes_per_s.pop(source_id, None)
             _mix(self.link_bytes_per_s, source_id, num_bytes / duration_s)
+            self._forget_the_oldest()
 
 
 K = TypeVar("K")

@@ -158,6 +158,8 @@ class BlockSource:
                 num_blocks = min(max(probe.num_blocks, 1), self.max_frame_blocks(probe.road), self._pool.num_slots)
                 cargo, no_ids = outlet.load(range(num_blocks)), PROBE_IDS[:num_blocks]
                 header = pack_header(self._memory.format, 0, no_ids, no_ids)
+                if self.link is not None:
+                    await self.link.pass_blocks(num_blocks)
                 await stream.send(Frame(frame_number, header, cargo.payload, cargo.place))
                 async with asyncio.timeout(MEETING_TIMEOUT_S):
                     await stream.receive()

@@ -7,7 +7,7 @@ from router.admission import Admission, FairQueue, QueueLimits
 
 
 def live(number, tenant=b"", size=100, priority=0, deadline_s=600.0, num_bytes=100):
-    return SimpleNamespace(number=number, request=SimpleNamespace(salt=tenant), size=size, priority=priority,
+    return SimpleNamespace(number=number, request=SimpleNamespace(tenant=tenant), size=size, priority=priority,
                            deadline_s=deadline_s, num_bytes=num_bytes)  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_who_would_wait_longer_than_it_may_is_refused_when_it_comes():
         admission.placed(live(number), number * 0.1, has_queue=True)  # a thousand tokens a second
     for number in range(20):
         queue.push(live(100 + number))  # two seconds of them
-    assert admission.wait_s(1.0) == pytest.approx(2.0, rel=0.05)
+    assert admission.wait_s(1.0, 2000) == pytest.approx(2.0, rel=0.05)
     assert admission.refusal(live(1), 1.0, 3.0) is None
     refusal = admission.refusal(live(1), 1.0, 1.5)
     assert isinstance(refusal, Overloaded)
@@ -96,4 +96,47 @@ def test_placements_without_a_queue_say_nothing_of_what_the_pools_can_take():
     admission = Admission(queue, QueueLimits())
     for number in range(10):
         admission.placed(live(number), float(number), has_queue=False)
-    assert admission.wait_s(9.0) is None
+    assert admission.wait_s(9.0, 2000) is None
+
+
+def test_a_tenant_with_less_than_its_share_is_let_into_a_full_queue_and_foretold_its_own_wait():
+    queue = queue_of(*(live(k, b"many") for k in range(20)))
+    admission = Admission(queue, QueueLimits(max_requests=20))
+    for number in range(11):
+        admission.placed(live(number), number * 0.1, has_queue=True)
+    assert isinstance(admission.refusal(live(99, b"many"), 1.0, 30.0), Overloaded)
+    assert admission.refusal(live(99, b"few"), 1.0, 0.5) is None, "it is next but one, whatever the other tenant queues"
+    for number in range(10):
+        queue.push(live(100 + number, b"few"))
+    assert isinstance(admission.refusal(live(199, b"few"), 1.0, 30.0), Overloaded)
+
+
+def test_a_queue_that_has_emptied_says_nothing_of_the_next_one():
+    queue = FairQueue()
+    admission = Admission(queue, QueueLimits())
+    for number in range(20):
+        admission.placed(live(number), number * 0.2, has_queue=number % 5 == 0)
+    queue.push(live(100))
+    assert admission.wait_s(4.0, 1000) is None
+
+
+def test_what_a_request_did_not_use_is_given_back():
+    queue = queue_of(*(live(k, b"a", size=1000) for k in range(3)), *(live(10 + k, b"b", size=100) for k in range(3)))
+    one = live(0, b"a", size=1000)
+    one.used_tokens = 50
+    queue.charge(one)
+    assert order(queue)[:3] == [10, 11, 12]
+    queue.settle(one)
+    assert order(queue)[:2] != [10, 11]
+
+
+def test_tenants_that_come_and_go_leave_nothing_behind():
+    queue = queue_of(live(0, b"stays", size=10**9))
+    for number in range(1, 5000):
+        one = live(number, b"%d" % number)
+        queue.push(one)
+        queue.remove(one)
+        queue.charge(one)
+    assert len(queue._served) < 3000
+    queue.remove(next(queue.in_order()))
+    assert not queue._served

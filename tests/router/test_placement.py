@@ -9,7 +9,7 @@ BLOCK = 16
 DEMAND = Demand(number=1, num_tokens=200, num_choices=1, num_kv_tokens=300, num_blocks_before_tail=12, block_size=BLOCK,
                 output_tokens=10)  # fmt: skip
 IDLE = dict(
-    is_decode=True, is_usable=True, num_active=0, max_active=8, active_tokens=0, pool_tokens=1000, num_placed=0,
+    is_decode=True, is_usable=True, is_reserved=False, num_active=0, max_active=8, active_tokens=0, pool_tokens=1000, num_placed=0,
     step_base_s=0.02, step_slope_s=0.001, waiting_tokens=0, tokens_per_s=1000.0, held_blocks=0,
 )  # fmt: skip
 LINK_S = 1e-5
