@@ -18,7 +18,7 @@ NUM_BUCKETS = 21
 DEFAULT_TOKENS_PER_S = 1000.0
 DEFAULT_STEP_S = 0.02
 DEFAULT_LINK_BYTES_PER_S = 1e9
-ALIKE = 1.25
+ALIKE = 1.5
 """Workers of a pool whose measurements lie within this factor of the median count as equal: what differs is noise."""
 MEASURED_ANEW_S = 0.1
 """What follows from all measurements of a pool is worked out at most so often."""
