@@ -364,7 +364,7 @@ def _ordered(
     keys = policy.order(columns, prefill, total_s)
     best = np.flatnonzero(keys <= keys.min() + abs(keys.min()) * (SAME - 1))
     first = int(best[np.argmin(columns.num_placed[prefill[best]])])
-    begin = demand.number % len(prefill)
+    begin = (demand.number + demand.number // len(prefill)) % len(prefill)  # not in step with who is first in turn
     turned = (*prefill[begin:].tolist(), *prefill[:begin].tolist())[: MAX_SOURCES + 1]
     others = [row for row in turned if row != int(prefill[first])]
     return (int(prefill[first]), *others)[:MAX_SOURCES], first
