@@ -233,12 +233,14 @@ def sane(values: Mapping[int, float]) -> list[tuple[int, float]]:
 
 
 def _line(step_s: Mapping[int, float]) -> tuple[float, float]:
-    """Base and slope through the smallest and the largest batch that were measured; no slope falls."""
+    """Base and slope through the smallest and the largest batch that were measured; no slope falls. One batch tells no slope."""
     known = sane(step_s)
     if not known:
         return math.nan, math.nan
     (small, small_s), (large, large_s) = known[0], known[-1]
-    slope_s = max((large_s - small_s) / (large - small), 0.0) if large > small else 0.0
+    if large == small:
+        return small_s, math.nan
+    slope_s = max((large_s - small_s) / (large - small), 0.0)
     return max(small_s - small * slope_s, 1e-6), slope_s
 
 
