@@ -88,6 +88,26 @@ def blocks_of(tokens: list[int]) -> list[bytes]:
     return [content[at : at + BLOCK * KV_BYTES] for at in range(0, len(content), BLOCK * KV_BYTES)]
 
 
+POISON = [13] * BLOCK
+
+
+class PoisonedRunner:
+    """Every step with a chunk that holds a whole block of token 13 fails."""
+
+    def __init__(self, engine: Engine):
+        self._runner = engine.runner
+
+    def run(self, plan: Any) -> Any:
+        if any(chunk.tokens.count(13) >= BLOCK for chunk in plan.chunks):
+            raise RuntimeError("thirteen is too much")
+        return self._runner.run(plan)
+
+
+def poisoned() -> Engine:
+    engine = fake_engine(400, BLOCK)
+    return replace(engine, runner=PoisonedRunner(engine))
+
+
 class SlowReader:
     """Takes one chain from p1 by hand, at whatever pace the test likes."""
 

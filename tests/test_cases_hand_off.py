@@ -35,6 +35,7 @@ from loadtest.virtual_time import run_virtual
 from router.live import wait_all
 from tests.hand_off import (
     FETCH_ALL,
+    POISON,
     ROADS,
     SlowReader,
     answered,
@@ -44,6 +45,7 @@ from tests.hand_off import (
     expected,
     num_failed_fetches,
     num_held,
+    poisoned,
     prompt_of,
     roads,
     small,
@@ -405,26 +407,6 @@ def test_a_request_that_ends_before_it_is_admitted_stops_its_source_within_a_sec
             await d.quiet()
 
     run_virtual(main)
-
-
-POISON = [13] * BLOCK
-
-
-class PoisonedRunner:
-    """Every step with a chunk that holds a whole block of token 13 fails."""
-
-    def __init__(self, engine: Engine):
-        self._runner = engine.runner
-
-    def run(self, plan: Any) -> Any:
-        if any(chunk.tokens.count(13) >= BLOCK for chunk in plan.chunks):
-            raise RuntimeError("thirteen is too much")
-        return self._runner.run(plan)
-
-
-def poisoned() -> Engine:
-    engine = fake_engine(400, BLOCK)
-    return replace(engine, runner=PoisonedRunner(engine))
 
 
 @pytest.mark.parametrize("is_decode_poisoned", [False, True])

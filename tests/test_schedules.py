@@ -19,10 +19,9 @@ import pytest
 
 from decode_worker.worker import DecodeWorker
 from kvferry.engine.engine import fake_engine
-from kvferry.engine.fake import KV_BYTES, fake_answer
-from kvferry.errors import DeadlineExceeded, EngineFailure, KvferryError, NoWorker, Overloaded, RoadFailed
+from kvferry.engine.fake import fake_answer
+from kvferry.errors import DeadlineExceeded, EngineFailure, KvferryError, NoWorker, Overloaded
 from kvferry.kv.frame import FIELDS
-from kvferry.kv.road import Road, roads_called
 from kvferry.messages import (
     Beat,
     ChoiceEndReason,
@@ -44,6 +43,7 @@ from kvferry.worker.settings import WorkerSettings
 from loadtest.virtual_time import run_virtual
 from prefill_worker.worker import PrefillWorker
 from router.live import Live, LiveState, wait_all
+from tests.faulty_roads import ROADS, faulty, small_frames
 from tests.in_process import BLOCK, Deployment, Node, VirtualExecutor, deployment, limits_of
 
 NUM_SCHEDULES, SCHEDULES_PER_CASE = 1000, 100
@@ -128,8 +128,6 @@ class Schedule:
         return any(fault.kind == kind and fault.name.startswith(role) for fault in self.faults)
 
 
-ROADS = ("inproc", "shm", "grpc")
-"""Within one process; another one needs actors."""
 EACH_ITS_OWN = "each its own"
 AT_ONCE = ("kill", "fail", "cut")
 KINDS = (*AT_ONCE, "anew", "freeze", "stop", "hang")
@@ -215,48 +213,6 @@ def _worker(rng: random.Random, name: str, asks: tuple[Ask, ...], kind_of_roads:
 @cache
 def expected(prompt: tuple[int, ...], sampling: Sampling) -> list[int]:
     return fake_answer(list(prompt), sampling)
-
-
-# ------------------------------------------------------------------------------------------------------- faults of roads
-
-
-class FaultyInlet:
-    """Of some frames, one bit of one block is another one when it is copied; or the road breaks there, or takes its time."""
-
-    def __init__(self, inlet: Any, fault: str, rng: random.Random):
-        self._inlet, self._fault, self._rng = inlet, fault, rng
-        self._bad_block: int | None = None
-
-    async def arrive(self, frame: Frame, num_blocks: int, block_bytes: int) -> None:
-        await self._inlet.arrive(frame, num_blocks, block_bytes)
-        self._bad_block = self._rng.randrange(num_blocks) if self._rng.random() < 0.2 else None
-        if self._fault == "slow" and self._bad_block is not None:
-            await asyncio.sleep(self._rng.choice((0.01, 0.3, 2.0)))
-
-    def copy(self, number: int, into: memoryview) -> None:
-        self._inlet.copy(number, into)
-        if number == self._bad_block and self._fault == "break":
-            raise RoadFailed("the bridge is down")
-        if number == self._bad_block and self._fault == "damage":
-            into[self._rng.randrange(len(into))] ^= 1 << self._rng.randrange(8)
-
-    def close(self) -> None:
-        self._inlet.close()
-
-
-def faulty(road: Road, fault: str, seed: object) -> Road:
-    if not fault:
-        return road
-    rng = random.Random(str(seed))
-
-    async def enter(offer: bytes, ticket: bytes) -> FaultyInlet:
-        return FaultyInlet(await road.enter(offer, ticket), fault, rng)
-
-    return replace(road, enter=enter)
-
-
-def small_frames(num_blocks: int, name: str = "auto") -> tuple[Road, ...]:
-    return tuple(replace(road, frame_bytes=num_blocks * BLOCK * KV_BYTES) for road in roads_called(name))
 
 
 # --------------------------------------------------------------------------------------------------- carrying it out

@@ -1,0 +1,84 @@
+"""The router under faults, in a thousand schedules drawn from seeds (tests/router_schedules.py): 300 in `make test`, all in `make soak`.
+
+One schedule alone, by its number: `.venv/bin/python -c "from tests.router_schedules import *; carry_out(draw(7))"`.
+"""
+
+import random
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from kvferry.engine.fake import fake_answer
+from kvferry.messages import Sampling
+from router.placement import POLICIES
+from tests.cluster import exact_answer
+from tests.router_schedules import KINDS, NUM_ASKS, TENANTS, carry_out, carry_out_all, draw
+
+NUM_SCHEDULES, NUM_IN_MAKE_TEST, SCHEDULES_PER_CASE = 1000, 300, 50
+FIRSTS = range(0, NUM_SCHEDULES, SCHEDULES_PER_CASE)
+WANTED = {
+    *("finished", "cancelled", "failed", "refused", "left one behind", "joined", "Conflict"),
+    *("worker_losses", "continuations", "late_messages", "placed_local", "fetched_blocks"),
+}
+"""What must happen in each case: a schedule that is never in trouble shows nothing."""
+FIRED = {*KINDS, "drained", "tokens lost", "events lost", "snapshots_asked", "set_aside", "unplaced", "preemptions"}
+FIRED |= {"bad_frame_digest", "DeadlineExceeded", "EngineFailure", "NoWorker", "Overloaded"}
+"""What must happen over all of them."""
+
+
+@cache
+def happened_from(first: int) -> Counter[str]:
+    return carry_out_all(range(first, first + SCHEDULES_PER_CASE))
+
+
+def test_the_schedules_have_every_policy_pool_and_way_to_ask():
+    schedules = [draw(seed) for seed in range(NUM_IN_MAKE_TEST)]
+    asks = [ask for schedule in schedules for ask in schedule.asks]
+    assert all(len(schedule.asks) == NUM_ASKS for schedule in schedules)
+    assert Counter(schedule.policy for schedule in schedules).keys() == set(POLICIES)
+    assert {len(schedule.workers) for schedule in schedules} == {2, 3, 4, 5, 6}
+    assert sum(not any(name.startswith("p") for name in schedule.workers) for schedule in schedules) >= 20
+    assert sum(schedule.num_routers == 2 for schedule in schedules) >= 50
+    assert sum(not schedule.faults for schedule in schedules) >= 20
+    for kind in KINDS:
+        assert sum(schedule.has(kind, role="d") for schedule in schedules) >= 10, kind
+    assert {ask.request.salt for ask in asks} == set(TENANTS)
+    assert {ask.request.num_choices for ask in asks} == {1, 2, 3}
+    for has in ("stops", "timeout_s", "priority"):
+        assert sum(bool(getattr(ask.request, has)) for ask in asks) >= 500, has
+    assert sum(len(ask.readers) > 1 for ask in asks) >= 500
+    assert sum(any(reader.leaves_after_s is not None for reader in ask.readers) for ask in asks) >= 1000
+
+
+def test_the_reference_is_the_fake_models_and_depends_on_whatever_a_continuation_must_carry_over():
+    for number in range(20):
+        prompt = tuple(random.Random(number).randrange(1000) for _ in range(30))
+        greedy, seeded = Sampling(0, 12, 0.0), Sampling(3, 12, 1.0)
+        assert exact_answer(prompt, greedy) == fake_answer(list(prompt), greedy)
+        penalised = Sampling(3, 12, 1.0, presence_penalty=0.5)
+        answers = [exact_answer(prompt, seeded, 0), exact_answer(prompt, seeded, 1), exact_answer(prompt, penalised)]
+        goes_on = exact_answer((*prompt, *answers[0][:4]), seeded)[:8]
+        assert len({tuple(answer[4:]) for answer in (*answers, [*answers[0][:4], *goes_on])}) == 4
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(k, marks=[pytest.mark.soak] if k >= NUM_IN_MAKE_TEST else []) for k in FIRSTS]
+)
+def test_every_request_ends_once_exactly_or_as_its_schedule_explains_and_the_router_is_as_new(first):
+    happened = happened_from(first)
+    assert not WANTED - happened.keys(), (WANTED - happened.keys(), happened)
+
+
+def test_every_kind_of_fault_has_fired():
+    """Over the cases of `make test`."""
+    happened: Counter[str] = Counter()
+    for first in range(0, NUM_IN_MAKE_TEST, SCHEDULES_PER_CASE):
+        happened += happened_from(first)
+    few = {kind: happened[kind] for kind in FIRED if happened[kind] < 3}
+    assert not few, (few, happened)
+
+
+def test_the_same_seed_is_the_same_run():
+    seed = 11
+    assert carry_out(draw(seed)) == carry_out(draw(seed))
