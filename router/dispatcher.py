@@ -475,6 +475,8 @@ class Dispatcher:
             live.changed.ring()
             if live.journal.is_done:
                 self._end(live, LiveState.FINISHED)
+        elif end.reason in (ChoiceEndReason.STOP, ChoiceEndReason.LENGTH):  # and its last tokens have not come
+            self._skipped(member, live)
         elif end.reason is ChoiceEndReason.UNPLACED:
             live.failed_worker_ids |= set(end.failed_source_ids)
             self.counters["unplaced"] += 1
