@@ -12,7 +12,8 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/kvferry model unpack
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak and not processes" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "processes and not soak"
 
 soak: $(STAMP)
 	$(BIN)/kvferry model unpack
