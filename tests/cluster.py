@@ -274,10 +274,10 @@ class Cluster:
 
     def _is_ready(self, router: Router, name: str) -> bool:
         member = router.members.get(name)
-        is_this = (
-            member is not None and member.description.incarnation == self.nodes[name].worker.body.settings.incarnation
-        )
-        return is_this and (member.role is Role.PREFILL or member.is_attached)
+        life = self.nodes[name].worker.body.settings.incarnation
+        if member is None or member.description.incarnation != life:
+            return False
+        return member.role is Role.PREFILL or member.is_attached
 
     async def quiet(self) -> None:
         """Waits until nothing runs, then checks that nobody holds anything, and that each router knows what is true."""
