@@ -88,6 +88,8 @@ class Choice:
         self.warming: FetchOrder | None = None
         self.has_warmed = False
         self.has_begun = False
+        self.has_fetched = False
+        """Then its router cannot know when it begins; of others it takes for granted that they do at once."""
         self.num_tries_at_source = 0
         self.num_high_water = 0  # tokens that had KV before a preemption
         self.num_local_tokens = 0
@@ -419,6 +421,7 @@ class DecodeScheduler:
         return (choice.sequence.num_blocks_before_tail if skipped else num_missing_blocks) * self._block_size
 
     def _open_fetch(self, choice: Choice) -> None:
+        choice.has_fetched = True
         first, last = choice.sequence.num_sealed_blocks, choice.sequence.num_blocks_before_tail
         order = FetchOrder(choice, choice.sources[0], first, last)
         choice.fetch = order

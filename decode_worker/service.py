@@ -247,14 +247,14 @@ class DecodeService:
     def _emit(self) -> bool:
         """After each step and drain: events to their sessions, fetches opened and dropped. True: a router must hear who begins."""
         touched: set[_Session] = set()
-        has_newcomers = False
+        is_urgent = False
         for event in self._scheduler.take_events():
             request = event.choice.key
             assert isinstance(request, _Request)
             if isinstance(event, Token):
                 self._tell_token(request, event)
             elif isinstance(event, Begun):
-                has_newcomers = True
+                is_urgent = is_urgent or event.choice.has_fetched
                 request.session.begun.append(request.opening.number)
             elif isinstance(event, Scored):
                 number, attempt = request.opening.number, request.opening.attempt
@@ -272,7 +272,7 @@ class DecodeService:
         for order in opened:
             assert self._group is not None, "run() must run beside the loop"
             self._fetches[order] = self._group.create_task(self._fetch(order))
-        return has_newcomers
+        return is_urgent
 
     def _tell_token(self, request: _Request, event: Token) -> None:
         session, opening = request.session, request.opening

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 import sys
 
@@ -54,7 +55,9 @@ async def serve_router(config: RouterConfig) -> None:
     listener = _listen(config.host, config.port)
     app = HttpApi(dispatcher, maker, RouterMetrics(dispatcher)).app()
     http = _HttpServer(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, proxy_headers=False
+        )
     )
     await registry_server.start()
     await public_server.start()
@@ -66,6 +69,8 @@ async def serve_router(config: RouterConfig) -> None:
         model=maker.defaults.model_name,
     )
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
+    gc.freeze()  # what is here by now (the vocabulary above all) stays: it is not looked through again and again
+    gc.set_threshold(20_000, 20, 20)
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(dispatcher.run())

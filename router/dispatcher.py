@@ -197,6 +197,7 @@ class Dispatcher:
             raise NoWorker("the router is shutting down; try again", retry_after_s=5)
         limit = self.max_kv_tokens
         if limit is None or not self.is_ready:
+            self.counters["rejected_no_worker"] += 1
             raise NoWorker("no decode worker is ready: the decode pool is empty; try again shortly", retry_after_s=2)
         num_tokens = len(request.prompt_tokens) + max(request.sampling.max_tokens - 1, 0)
         if num_tokens > limit:
@@ -307,7 +308,8 @@ class Dispatcher:
             self.members.view.will_compute(prefill.row, live.number, placement.num_missing_tokens, now)
         elif placement.is_local:
             self.members.view.will_compute(decode.row, live.number, placement.num_missing_tokens, now)
-        live.decode_id, live.has_begun = decode.worker_id, False
+        live.decode_id = decode.worker_id
+        live.has_begun = placement.is_local  # others say when: they fetch first
         live.source_ids = tuple(self.members.at_row(row).worker_id for row in placement.source_rows)
         live.placed_choices, live.placed_tokens = len(starts), num_tokens * len(starts)
         live.placed(now)

@@ -96,6 +96,7 @@ class HttpApi:
     async def _answer(self, request: Request, body: Body, made: list[GenerationRequest], wishes: Wishes) -> Response:
         shape = AnswerShape.new(self._maker.defaults.model_name, self._maker.text, body)
         lives = self._dispatcher.submit_all(made, wishes.key)
+        await asyncio.sleep(0)  # the link sends it on its way now, and not after all that follows here
         if body.stream:
             return StreamedAnswer(lives, shape, body.includes_usage, self._dispatcher)
         try:

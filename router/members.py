@@ -143,6 +143,8 @@ class Members:
         self.counters: Counter[str] = Counter()
         self._outliers = {role: Outliers() for role in Role}
         self._members: dict[str, Member] = {}
+        self._any_description: WorkerDescription | None = None
+        self._max_kv_tokens: int | None = None
         self._rows: dict[str, int] = {}
         self._by_row: dict[int, Member] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -204,14 +206,18 @@ class Members:
     @property
     def max_kv_tokens(self) -> int | None:
         """Tokens of one choice that some decode worker can hold; None without any."""
-        description = self.any_description
-        most = self.view.most_pool_tokens(usable=False)
-        return min(most, description.context_tokens) if description is not None and most else None
+        return self._max_kv_tokens
 
     @property
     def any_description(self) -> WorkerDescription | None:
         """All members agree on MUST_MATCH."""
-        return next((member.description for member in self._members.values()), None)
+        return self._any_description
+
+    def _count(self) -> None:
+        """After each joining and leaving: both are asked for several times for each request."""
+        description = self._any_description = next((member.description for member in self), None)
+        most = self.view.most_pool_tokens(usable=False)
+        self._max_kv_tokens = min(most, description.context_tokens) if description is not None and most else None
 
     def root(self, salt: bytes) -> bytes | None:
         description = self.any_description
@@ -253,6 +259,7 @@ class Members:
         self._members[worker.worker_id] = member
         self._rows[worker.worker_id] = member.row
         self._by_row[member.row] = member
+        self._count()
         task = asyncio.current_task()
         assert task is not None
         self._tasks[worker.worker_id] = task
@@ -321,6 +328,7 @@ class Members:
             del self._tasks[member.worker_id]
             del self._rows[member.worker_id]
             self.view.close_row(member.row)
+            self._count()
             self._index.retire(member.row)
             self.on_lost(member)
             member.leave()
