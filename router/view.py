@@ -177,7 +177,7 @@ class WorkerView:
     def block_s(self, row: int) -> NDArray[np.float64]:
         """Seconds a block from each row to this one."""
         links = self._links[row]
-        known = float(np.median(list(links.values()))) if links else DEFAULT_LINK_BYTES_PER_S
+        known = sorted(links.values())[len(links) // 2] if links else DEFAULT_LINK_BYTES_PER_S
         times = np.full(self.num_rows, self._block_bytes / known)
         for source, rate in links.items():
             times[source] = self._block_bytes / rate
@@ -194,9 +194,7 @@ class WorkerView:
         known = np.isfinite(values) & self.bools["is_member"][:n]
         for mask in of_pool:
             mine = mask & known
-            median = float(np.median(values[mine])) if mine.any() else math.nan
-            if math.isnan(median):
-                median = float(np.median(values[known])) if known.any() else default
+            median = _middle(values[mine], _middle(values[known], default))
             alike = ~np.isfinite(values) | ((values <= median * ALIKE) & (values * ALIKE >= median))
             values[mask & alike] = median
         self._smoothed[key] = (now, values)
@@ -214,6 +212,11 @@ class WorkerView:
         self._pending += [{} for _ in range(size)]
         self._links += [{} for _ in range(size)]
         self._free += range(2 * size - 1, size - 1, -1)
+
+
+def _middle(values: NDArray[np.float64], default: float) -> float:
+    """The upper median: numpy's own takes twenty times as long for a few values."""
+    return float(np.sort(values)[len(values) // 2]) if len(values) else default
 
 
 def _bucket(count: int) -> int:
