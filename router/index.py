@@ -103,12 +103,12 @@ class PrefixIndex:
     def held(self, keys: Sequence[int]) -> list[Held]:
         """Who holds how much of the chain of these blocks, those with most of it first; who holds nothing is left out."""
         found: list[Held] = []
-        depth, among = 0, ~self._retired
+        shards, depth, among = self._shards, 0, ~self._retired
         for point in range(ANNOUNCED_EVERY, len(keys) + 1, ANNOUNCED_EVERY):
-            still = self._holders(keys[point - 1]) & among
-            gone = among & ~still
-            if gone:
-                found += self._with_ends(keys, depth, point - 1, gone)
+            key = keys[point - 1]
+            still = shards[key % NUM_SHARDS].get(key, 0) & among
+            if still != among:
+                found += self._with_ends(keys, depth, point - 1, among & ~still)
             depth, among = point, still
             if not still:
                 break
@@ -120,14 +120,13 @@ class PrefixIndex:
     def _with_ends(self, keys: Sequence[int], first: int, last: int, among: int) -> list[Held]:
         """Of the workers `among`, which hold the first `first` blocks: whose chains end before block `last`, and the others."""
         found: list[Held] = []
+        shards = self._shards
         for depth in range(last, first, -1):
-            rows = self._holders(keys[depth - 1]) & among
-            if rows:
+            key = keys[depth - 1]
+            holders = shards[key % NUM_SHARDS].get(key)
+            if holders is not None and (rows := holders & among):
                 found.append(Held(rows, depth))
                 among &= ~rows
         if first and among:
             found.append(Held(among, first))
         return found
-
-    def _holders(self, key: int) -> int:
-        return self._shards[key % NUM_SHARDS].get(key, 0)

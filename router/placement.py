@@ -19,7 +19,7 @@ STALL_S = 0.25
 """Decode workers stretch a step by no more for what is computed beside their streams (`--itl-target-ms`)."""
 STREAMS_FIRST = 4.0
 """A second for which streams stand still counts as so many that a request waits for its first token."""
-NUM_COMPARED_SOURCES = 8
+NUM_COMPARED_SOURCES = 4
 """Prefill workers that are compared for each decode worker; all of them for the chosen one."""
 SAME = 1.01
 """Costs that differ by less are the same: the idler worker takes the request."""
