@@ -1,0 +1,98 @@
+"""What the cluster's subcommands do: connect, call the controller, show how it goes."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator
+
+import httpx
+import psutil
+from rich.console import Console
+
+from deploy.cluster.client import ClusterClient, Status, urls
+from deploy.cluster.connection import connect, import_ray, start_here
+from deploy.cluster.console import Phases, SeatLines, cluster_banner, print_status
+from deploy.cluster.plan import KINDS, ClusterPlan
+from kvferry.errors import ConfigurationError
+
+SERVING_TIMEOUT_S = 60.0
+NAMESPACE = "kvferry"
+
+
+async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Console) -> None:
+    """On a cluster: until it is ready, and it stays. Without an address: on a Ray of this machine, until cancelled."""
+    plan.check()
+    phases = Phases()
+    if address:
+        await asyncio.to_thread(connect, address, namespace)
+    else:
+        await asyncio.to_thread(start_here, num_cpus_of(plan), namespace)
+    phases.done("Ray")
+    ray = import_ray()
+    try:
+        at = ray.get_runtime_context().gcs_address
+        client = ClusterClient(namespace, SeatLines(notes))
+        await client.find_or_start()
+        phases.done("controller")
+        status = await client.up(plan)
+        phases.done("programs")
+        await until_serving(status)
+        print(cluster_banner(status, phases, _ray_bytes(status) if not address else 0, at), flush=True)
+        if not address:
+            await _stay(client)
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+
+
+async def _stay(client: ClusterClient) -> None:
+    try:
+        version = 0
+        while True:
+            version = (await client.status(version))["version"]
+    finally:
+        await asyncio.shield(client.down())
+
+
+@contextlib.asynccontextmanager
+async def deployed(address: str, namespace: str, notes: Console) -> AsyncIterator[ClusterClient]:
+    """The deployment that runs there. Raises ConfigurationError."""
+    await asyncio.to_thread(connect, address or "auto", namespace)
+    try:
+        client = ClusterClient(namespace, SeatLines(notes))
+        await client.find()
+        yield client
+    finally:
+        await asyncio.to_thread(import_ray().shutdown)
+
+
+async def show_status(address: str, namespace: str, notes: Console, as_json: bool) -> None:
+    async with deployed(address, namespace, notes) as client:
+        print_status(await client.status(), as_json)
+
+
+async def until_serving(status: Status) -> None:
+    """Its routers can answer. Raises ConfigurationError."""
+    for url in urls(status):
+        try:
+            async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(SERVING_TIMEOUT_S):
+                while (await client.get(f"{url}/health/ready")).status_code != 200:
+                    await asyncio.sleep(0.05)
+        except (TimeoutError, httpx.TransportError) as error:
+            raise ConfigurationError(f"the router at {url} does not become ready, seen from here: {error!r}") from error
+
+
+def num_cpus_of(plan: ClusterPlan) -> int:
+    """That a Ray must have for all of it."""
+    pools = [plan.pool(role) for role in KINDS]
+    return max(math.ceil(sum(pool.count * pool.cpus for pool in pools)), 1)
+
+
+def _ray_bytes(status: Status) -> float:
+    """Private bytes of the processes that a Ray on this machine has for itself."""
+    ours = {one["node"]["pid"] for one in status["programs"]} | {status["controller"]["pid"]}
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        if child.pid not in ours:
+            with contextlib.suppress(psutil.Error):
+                total += child.memory_full_info().uss
+    return total
