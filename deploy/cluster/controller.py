@@ -6,8 +6,10 @@ raise ConfigurationError.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+from collections.abc import AsyncIterator
 from typing import Any
 
 import psutil
@@ -15,6 +17,7 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 import kvferry
+from deploy.cluster.life import as_long_as_the_actor
 from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
 from deploy.cluster.plan import ClusterPlan, difference, plan_of
 from deploy.cluster.room import Bundle, shortage
@@ -41,9 +44,9 @@ class Controller:
         self._version, self._bell, self._seats_bell, self._unkept = 1, Bell(), Bell(), Bell()
         self._changing = asyncio.Lock()
         self._adopted = asyncio.Event()
-        ray.get_runtime_context().current_actor.serve.remote()  # its own call: it lives exactly as long as the actor
+        self._serving = as_long_as_the_actor(self._serve())
 
-    async def serve(self) -> None:
+    async def _serve(self) -> None:
         """Every seat has a task here."""
         stored = await asyncio.to_thread(_internal_kv_get, KEY, namespace=self._namespace.encode())
         if stored is not None:
@@ -93,9 +96,8 @@ class Controller:
 
     async def apply(self, plan: dict[str, Any]) -> None:
         """Brings the cluster to this plan, and what runs there to its counts."""
-        await self._adopted.wait()
         wanted = plan_of(plan)
-        async with self._changing:
+        async with self._change():
             nodes = await asyncio.to_thread(cluster_nodes)
             if self._wanted is None:
                 await self._want(first_wanted(wanted, _is_loopback(wanted, nodes)), nodes)
@@ -109,7 +111,7 @@ class Controller:
             await self._want(self._scaled(wanted.prefill.count, wanted.decode.count), nodes)
 
     async def scale(self, num_prefill: int | None, num_decode: int | None) -> None:
-        async with self._changing:
+        async with self._change():
             wanted = self._running
             num_prefill = wanted.count("prefill") if num_prefill is None else num_prefill
             num_decode = wanted.count("decode") if num_decode is None else num_decode
@@ -119,7 +121,7 @@ class Controller:
 
     async def drain(self, name: str) -> None:
         """That worker finishes what it has, and is wanted no more."""
-        async with self._changing:
+        async with self._change():
             wanted = self._running
             self._check_worker(name)
             if wanted.workers[name] == "decode" and wanted.count("decode") == 1:
@@ -129,7 +131,7 @@ class Controller:
             await self._want(wanted.without(name))
 
     async def change_role(self, name: str, role: str) -> None:
-        async with self._changing:
+        async with self._change():
             wanted = self._running
             self._check_worker(name)
             if role not in ("prefill", "decode"):
@@ -142,7 +144,7 @@ class Controller:
 
     async def down(self) -> None:
         """Ends everything, and forgets it. What runs is told so at once."""
-        async with self._changing:
+        async with self._change():
             self._wanted = None
             await asyncio.to_thread(_internal_kv_del, KEY, namespace=self._namespace.encode())
             for seat in self._seats.values():
@@ -173,6 +175,13 @@ class Controller:
         }
 
     # ------------------------------------------------------------------------------------------------------ what wants
+
+    @contextlib.asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """One after the other, and none before what runs is known."""
+        await self._adopted.wait()
+        async with self._changing:
+            yield
 
     @property
     def _running(self) -> Wanted:

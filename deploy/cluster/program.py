@@ -18,6 +18,7 @@ import psutil
 import ray
 
 import kvferry
+from deploy.cluster.life import as_long_as_the_actor
 from deploy.local import MODULES
 from deploy.within import run_within
 from kvferry import process
@@ -65,7 +66,7 @@ class ProgramActor:
         self._host = worker_process.WorkerHost()
         self._running: asyncio.Future[int] | None = None
         self._is_ending, self._is_draining = False, False
-        ray.get_runtime_context().current_actor.serve.remote()  # its own call: it lives exactly as long as the actor
+        self._serving = as_long_as_the_actor(self._serve())
 
     def where(self) -> dict[str, Any]:
         """The node, in words for people."""
@@ -80,9 +81,13 @@ class ProgramActor:
         }
 
     async def begin(self, role: str, arguments: list[str], previous_end: str) -> int:
-        """From now on this is what shall run here; what runs already goes on. Returns the order's number."""
+        """From now on this is what shall run here. Returns the order's number.
+
+        What runs like that already goes on; so does a router, whatever its arguments: clients hang on it.
+        """
         order = self._order
-        if self._is_ending or (order.role, order.arguments) != (role, tuple(arguments)) or self._told.code is not None:
+        is_same = order.role == role and (role == "router" or order.arguments == tuple(arguments))
+        if self._is_ending or not is_same or self._told.code is not None:
             self._order = Order(order.number + 1, role, tuple(arguments), previous_end)
             self._is_ending = False
             self._end_in_order()
@@ -117,7 +122,7 @@ class ProgramActor:
             "private_bytes": memory.uss,
         }
 
-    async def serve(self) -> None:
+    async def _serve(self) -> None:
         """One program after the other, as ordered."""
         last = 0
         while True:

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 import ray.util.scheduling_strategies
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 import kvferry
 from deploy.cluster.program import ProgramActor
@@ -206,25 +206,29 @@ class Seat:
         while True:
             if self.is_leaving and not is_told_to_leave:
                 is_told_to_leave = True
-                if not await _result(self._actor.drain.remote()):
+                if not await self._told("drain"):
                     raise _Ended("it had not begun", True)
             elif not self.is_leaving and (given is None or self.role != "router"):
                 asked = self._around.ask(self)
                 if asked != given:
                     previous = self.status.previous_end
-                    await _result(self._actor.begin.remote(asked.role, asked.arguments, previous))
+                    await self._told("begin", asked.role, asked.arguments, previous)
                     given = asked
             await self._bell.wait()
+
+    async def _told(self, method: str, *arguments: Any) -> Any:
+        """An actor that cannot be reached for the moment is not lost."""
+        while True:
+            try:
+                return await _result(getattr(self._actor, method).remote(*arguments))
+            except ActorUnavailableError:
+                await asyncio.sleep(UNREACHABLE_PAUSE_S)
 
     async def _follow(self) -> None:
         """Raises _Ended."""
         version, has_run = 0, False
         while True:
-            try:
-                report = await _result(self._actor.report.remote(version))
-            except (ActorUnavailableError, GetTimeoutError):
-                await self._bell.wait(UNREACHABLE_PAUSE_S)
-                continue
+            report = await self._told("report", version)
             status = self.status
             status.rss_bytes, status.private_bytes = report["rss_bytes"], report["private_bytes"]
             if report["version"] == version:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import signal
 from collections.abc import AsyncIterator
 
 import httpx
@@ -28,6 +29,7 @@ async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Con
     else:
         await asyncio.to_thread(start_here, num_cpus_of(plan), namespace)
     phases.done("Ray")
+    _hear_signals()
     ray = import_ray()
     try:
         at = ray.get_runtime_context().gcs_address
@@ -42,6 +44,14 @@ async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Con
             await _stay(client)
     finally:
         await asyncio.to_thread(ray.shutdown)
+
+
+def _hear_signals() -> None:
+    """Ray puts a handler of its own in the place of SIGTERM's, which would end this process in disorder."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
 async def _stay(client: ClusterClient) -> None:
