@@ -12,12 +12,11 @@ import os
 from collections.abc import AsyncIterator
 from typing import Any
 
-import psutil
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 import kvferry
-from deploy.cluster.life import as_long_as_the_actor
+from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
 from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
 from deploy.cluster.plan import ClusterPlan, difference, plan_of
 from deploy.cluster.room import Bundle, shortage
@@ -30,7 +29,6 @@ from kvferry.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 NAME = "controller"
-ROUTER_PORTS_APART = 10
 STATUS_S = 5.0
 
 
@@ -43,7 +41,7 @@ class Controller:
         self._starting: list[Seat] = []
         self._version, self._bell, self._seats_bell, self._unkept = 1, Bell(), Bell(), Bell()
         self._changing = asyncio.Lock()
-        self._adopted = asyncio.Event()
+        self._adopted, self._memory = asyncio.Event(), MemoryInUse()
         self._serving = as_long_as_the_actor(self._serve())
 
     async def _serve(self) -> None:
@@ -169,7 +167,7 @@ class Controller:
                 "node_id": context.get_node_id(),
                 "address": ray.util.get_node_ip_address(),
                 "pid": os.getpid(),
-                "private_bytes": psutil.Process().memory_full_info().uss,
+                "private_bytes": self._memory.now.private_bytes,
             },
             "programs": [seat.as_dict() for seat in self._seats.values()],
         }
@@ -254,15 +252,13 @@ class Controller:
             self._unkept.ring()
 
     async def _place(self, seat: Seat) -> Placing:
-        """Workers wait for a router: they are told where it is. A router stays on its node as long as that is there."""
+        """A router stays on its node as long as that is there."""
         wanted = self._running
         pool = wanted.plan.pool(seat.role)
-        if seat.role != "router":
-            while not any((self._wanted or wanted).routers.values()) and not seat.is_leaving:
-                await self._bell.wait()
+        if seat.role != "router" or wanted.is_loopback:
             return Placing(pool.bundle, pool.labels)
         nodes = await asyncio.to_thread(cluster_nodes)
-        return Placing(pool.bundle, pool.labels, "" if wanted.is_loopback else self._router_node(seat, wanted, nodes))
+        return Placing(pool.bundle, pool.labels, self._router_node(seat, wanted, nodes))
 
     def _router_node(self, seat: Seat, wanted: Wanted, nodes: list[ClusterNode]) -> str:
         """The one it was on; else one without a router. Raises ConfigurationError."""
@@ -280,23 +276,18 @@ class Controller:
                 return node.node_id
         raise ConfigurationError(f"{seat.name}: no node with room for it that has no router yet: lower router.count")
 
-    def _ask(self, seat: Seat) -> Asked:
+    def _ask(self, seat: Seat) -> Asked | None:
+        """A worker begins when it is known where a router is; it need not be there yet."""
         wanted = self._running
         host = "127.0.0.1" if wanted.is_loopback else seat.status.node["address"]
         own = [f"--name={seat.name}", f"--host={host}"]
         if seat.role == "router":
-            ports = zip(("port", "grpc-port", "registry-port"), self._ports(seat.name), strict=True)
+            ports = zip(("port", "grpc-port", "registry-port"), wanted.ports_of(seat.name), strict=True)
             return Asked("router", [*wanted.plan.flags("router"), *own, *(f"--{name}={port}" for name, port in ports)])
         routers = [f"--router={address}" for address in wanted.routers.values() if address]
+        if not routers:
+            return None
         return Asked(seat.role, [*wanted.plan.flags(seat.role), *own, *routers])
-
-    def _ports(self, name: str) -> list[int]:
-        wanted = self._running
-        if name in wanted.ports:
-            return wanted.ports[name]
-        plan = wanted.plan.router
-        apart = ROUTER_PORTS_APART * list(wanted.routers).index(name) if wanted.is_loopback else 0
-        return [port + apart if port else 0 for port in (plan.port, plan.grpc_port, plan.registry_port)]
 
     async def _why_no_room(self, seat: Seat) -> str:
         wanted = self._wanted

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 
 import kvferry
-from deploy.cluster.life import as_long_as_the_actor
+from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
 from deploy.local import MODULES
 from deploy.within import run_within
 from kvferry import process
@@ -29,6 +28,7 @@ from kvferry.errors import ConfigurationError, KvferryError
 from kvferry.kv.roads.object_store import Shipment, shipments
 from kvferry.worker import process as worker_process
 
+COALESCE_S = 0.05
 REPORT_S = 5.0
 """A report is sent at least so often: it carries the memory in use."""
 STOP_TIMEOUT_S = 5.0
@@ -63,6 +63,7 @@ class ProgramActor:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._secret_file = _keep_secret(secret)
         self._name, self._order, self._told, self._bell = name, Order(0, "", (), ""), Told(), Bell()
+        self._memory = MemoryInUse()
         self._host = worker_process.WorkerHost()
         self._running: asyncio.Future[int] | None = None
         self._is_ending, self._is_draining = False, False
@@ -110,7 +111,8 @@ class ProgramActor:
         """What has changed since, or after a while the same once more."""
         if self._told.version <= known_version:
             await self._bell.wait(REPORT_S)
-        told, memory = self._told, psutil.Process().memory_full_info()
+            await asyncio.sleep(COALESCE_S)
+        told, memory = self._told, self._memory.now
         return {
             "version": told.version,
             "order": told.order,
@@ -118,8 +120,8 @@ class ProgramActor:
             "share": told.share,
             "details": dict(told.details),
             "code": told.code,
-            "rss_bytes": memory.rss,
-            "private_bytes": memory.uss,
+            "rss_bytes": memory.rss_bytes,
+            "private_bytes": memory.private_bytes,
         }
 
     async def _serve(self) -> None:

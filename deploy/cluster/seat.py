@@ -79,8 +79,8 @@ class Surroundings:
     secret: str
     place: Callable[["Seat"], Awaitable[Placing]]
     """Raises ConfigurationError."""
-    ask: Callable[["Seat"], Asked]
-    """What shall run there now, on the node that it has got."""
+    ask: Callable[["Seat"], Asked | None]
+    """What shall run there now, on the node that it has got; None: not known yet, `change` follows."""
     on_change: Callable[["Seat"], None]
     why_no_room: Callable[["Seat"], Awaitable[str]]
 
@@ -210,7 +210,7 @@ class Seat:
                     raise _Ended("it had not begun", True)
             elif not self.is_leaving and (given is None or self.role != "router"):
                 asked = self._around.ask(self)
-                if asked != given:
+                if asked is not None and asked != given:
                     previous = self.status.previous_end
                     await self._told("begin", asked.role, asked.arguments, previous)
                     given = asked

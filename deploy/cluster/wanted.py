@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from deploy.cluster.plan import ClusterPlan, plan_of
 
 KEY = b"kvferry-wanted"
+ROUTER_PORTS_APART = 10
+"""Of two routers on one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Wanted:
     workers: dict[str, str]
     """Role by name. A worker that changes its role keeps its name."""
     routers: dict[str, str]
-    """Where each listens for workers; empty until it has said so."""
+    """Where each listens for workers; empty as long as that is not known."""
     ports: dict[str, list[int]]
     """HTTP, gRPC and registry of each router, once it has them: it must be found where it was."""
 
@@ -45,6 +47,14 @@ class Wanted:
     def with_router(self, name: str, registry: str, ports: list[int]) -> "Wanted":
         return replace(self, routers={**self.routers, name: registry}, ports={**self.ports, name: ports})
 
+    def ports_of(self, name: str) -> list[int]:
+        """HTTP, gRPC and registry that a router is to listen at; 0: any."""
+        if name in self.ports:
+            return self.ports[name]
+        plan = self.plan.router
+        apart = ROUTER_PORTS_APART * list(self.routers).index(name) if self.is_loopback else 0
+        return [port + apart if port else 0 for port in (plan.port, plan.grpc_port, plan.registry_port)]
+
     def to_json(self) -> bytes:
         return json.dumps(
             {
@@ -59,8 +69,11 @@ class Wanted:
 
 
 def first_wanted(plan: ClusterPlan, is_loopback: bool) -> Wanted:
+    """On one machine with fixed ports it is known where routers will be: workers load while those begin."""
     routers = {f"router-{number}": "" for number in range(1, plan.router.count + 1)}
     empty = Wanted(plan, secrets.token_urlsafe(32), is_loopback, {}, routers, {})
+    if is_loopback and plan.router.registry_port:
+        empty = replace(empty, routers={name: f"127.0.0.1:{empty.ports_of(name)[2]}" for name in routers})
     return empty.scaled("prefill", plan.prefill.count).scaled("decode", plan.decode.count)
 
 
