@@ -301,20 +301,36 @@ def bench_load(
     decode: Decode = 1,
     weights: Weights = "float32",
     kv: Kv = "float32",
+    on: Annotated[
+        Literal["here", "ray"],
+        typer.Option("--on", help="Where the load comes from; ray: all nodes of a cluster at once."),
+    ] = "here",
+    address: Address = "",
+    namespace: Namespace = "kvferry",
     as_json: Json = False,
 ) -> None:
     """A closed-loop load test over real HTTP streams."""
     from loadtest.load import LoadPlan, load_test
-    from loadtest.report import print_report
+    from loadtest.report import LoadReport, print_report
 
     load = LoadPlan(concurrency, requests, input_tokens, output_tokens)
 
     async def measure(at: str) -> None:
-        report = await load_test(at, load)
+        show(await load_test(at, load))
+
+    async def measure_from_cluster() -> None:
+        from deploy.cluster.session import load_on_cluster
+
+        show(await load_on_cluster(load, url, address, namespace, notes))
+
+    def show(report: LoadReport) -> None:
         print_report(report, as_json)
         if report.share_failed > max_failed:
             raise typer.Exit(1)
 
+    if on == "ray":
+        _run(measure_from_cluster())
+        return
     plan = None if url else LocalPlan(_directory(model), prefill, decode, weights=weights, kv=kv)
     _run(_at_service(measure, url, plan))
 

@@ -13,8 +13,12 @@ from rich.console import Console
 from deploy.cluster.client import ClusterClient, Status, urls
 from deploy.cluster.connection import connect, import_ray, start_here
 from deploy.cluster.console import Phases, SeatLines, cluster_banner, print_status
+from deploy.cluster.nodes import cluster_nodes
 from deploy.cluster.plan import KINDS, ClusterPlan
 from kvferry.errors import ConfigurationError
+from loadtest.load import LoadPlan
+from loadtest.report import LoadReport
+from loadtest.spread_load import load_from_nodes
 
 SERVING_TIMEOUT_S = 60.0
 NAMESPACE = "kvferry"
@@ -78,6 +82,21 @@ async def deployed(address: str, namespace: str, notes: Console) -> AsyncIterato
 async def show_status(address: str, namespace: str, notes: Console, as_json: bool) -> None:
     async with deployed(address, namespace, notes) as client:
         print_status(await client.status(), as_json)
+
+
+async def load_on_cluster(load: LoadPlan, url: str | None, address: str, namespace: str, notes: Console) -> LoadReport:
+    """From every node that is alive, to the deployment that runs there or to `url`. Raises ConfigurationError or NoWorker."""
+    await asyncio.to_thread(connect, address or "auto", namespace)
+    try:
+        if url is None:
+            client = ClusterClient(namespace)
+            await client.find()
+            url = urls(await client.status())[0]
+        nodes = await asyncio.to_thread(cluster_nodes)
+        notes.print(f"  load on {url} from {len(nodes)} node(s)")
+        return await load_from_nodes(url.rstrip("/"), load, [node.node_id for node in nodes])
+    finally:
+        await asyncio.to_thread(import_ray().shutdown)
 
 
 async def until_serving(status: Status) -> None:

@@ -1,5 +1,6 @@
 """A deployment on a Ray cluster of several nodes (T045, T085, T086): simulated workers, whose answers show every wrong block."""
 
+import json
 import os
 import random
 import signal
@@ -222,6 +223,18 @@ def test_a_second_up_adopts_and_the_commands_say_what_runs(service, nodes, model
     assert run.returncode == 2
     assert "settings.kv_tokens is 40000 there and 20000 here" in run.stderr.replace("\n", " ")
     assert json_of(kvferry("status", at, "--json"))["wanted"] == {"prefill": 2, "decode": 2}
+
+
+def test_load_from_all_nodes_counts_every_stream(service, nodes):
+    flags = ("--requests=12", "--concurrency=6", "--input-tokens=40", "--output-tokens=4")
+    run = kvferry("bench", "load", "--on=ray", f"--address={nodes.address}", *flags, "--json")
+    assert run.returncode == 0, run.stderr
+    figures = {one["figure"]: one for one in map(json.loads, run.stdout.splitlines())}
+    assert figures["succeeded"]["value"] == figures["ttft_p50"]["n"] == 12
+    assert "from 4 node(s)" in run.stderr
+    run = kvferry("bench", "load", "--on=ray", f"--address={nodes.address}", *flags, "--url=http://127.0.0.1:1")
+    assert run.returncode == 2
+    assert "nothing answers at http://127.0.0.1:1" in run.stderr.replace("\n", " ")
 
 
 def test_what_the_cluster_cannot_hold_is_said_at_once_and_changes_nothing(service):
