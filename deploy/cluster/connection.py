@@ -97,8 +97,17 @@ def _reason(what: str, error: BaseException) -> str:
         return (
             f"{what} runs other versions than this environment: {text}. Install the same Ray and Python here as there"
         )
-    if "uthenticat" in text or "token" in text:
-        return f"{what} refuses this user's token: {text}. Give this user the cluster's token as Ray documents it"
+    if "uthenticat" in text or "ailed to connect" in text:
+        return f"cannot use {what}: {text}. {_token_words()}"
     if "an't find a node" in text or "raylet" in text:
         return f"{what}: {text}. Run kvferry on one of its nodes, or send it there with `ray job submit`"
     return f"cannot use {what}: {text}"
+
+
+def _token_words() -> str:
+    """To an address that a person names, Ray shows its token only if it is told to."""
+    if os.environ.get("RAY_AUTH_MODE", "") == "token":
+        return "RAY_AUTH_MODE is token: this user's token may not be the cluster's (`ray get-auth-token` shows which one is used)"
+    return (
+        "If the cluster wants a token, set RAY_AUTH_MODE=token; --address auto does that for a cluster of this machine"
+    )

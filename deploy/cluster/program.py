@@ -31,7 +31,6 @@ from kvferry.worker import process as worker_process
 COALESCE_S = 0.05
 REPORT_S = 5.0
 """A report is sent at least so often: it carries the memory in use."""
-STOP_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,7 @@ class ProgramActor:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "version": kvferry.__version__,
+            "code": str(Path(kvferry.__file__).parents[1]),
         }
 
     async def begin(self, role: str, arguments: list[str], previous_end: str) -> int:
@@ -101,11 +101,12 @@ class ProgramActor:
         self._end_in_order()
         return self._order.number > 0
 
-    async def stop(self) -> None:
-        """At once: what runs goes on elsewhere, or is told so."""
+    async def stop(self) -> bool:
+        """At once: what runs goes on elsewhere, or is told so. False: no program has begun."""
         self._is_ending = True
         if self._running is not None:
             self._running.cancel()
+        return self._order.number > 0
 
     async def report(self, known_version: int) -> dict[str, Any]:
         """What has changed since, or after a while the same once more."""

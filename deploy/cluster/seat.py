@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 PLACING_S = 2.0
 """An actor that is not there by then probably waits for room."""
 UNREACHABLE_PAUSE_S = 1.0
+STOP_TIMEOUT_S = 3.0
+"""For a program to tell its clients that it ends."""
 DEAD_WORDS = 300
 """Of what Ray says of an actor that never began."""
 
@@ -140,7 +142,7 @@ class Seat:
             return ended.how
         except RayError as error:
             words = "" if self.status.details else f": {' '.join(str(error).split())[:DEAD_WORDS]}"
-            self.status.has_failed = bool(words)
+            self.status.has_failed = bool(words) and self.status.num_starts == 1
             return f"actor lost: {type(error).__name__}{words}"
         except ConfigurationError as error:
             self.status.has_failed = True
@@ -259,9 +261,8 @@ class Seat:
             return
         if self._is_hurried:
             with contextlib.suppress(RayError, TimeoutError):
-                async with asyncio.timeout(UNREACHABLE_PAUSE_S):
-                    await _result(actor.stop.remote())
-                    await asyncio.sleep(0.3)  # its clients hear of it
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await _stopped(actor)
         with contextlib.suppress(RayError):
             await asyncio.to_thread(ray.kill, actor)
 
@@ -287,8 +288,19 @@ async def end_stranger(name: str, namespace: str) -> None:
     """An actor that no seat has: it drains, and is ended."""
     with contextlib.suppress(RayError, ValueError):
         actor = await asyncio.to_thread(ray.get_actor, name, namespace)
-        is_running, version = await _result(actor.drain.remote()), 0
-        while is_running:
-            report = await _result(actor.report.remote(version))
-            is_running, version = report["code"] is None, report["version"]
+        if await _result(actor.drain.remote()):
+            await _ended(actor)
         await asyncio.to_thread(ray.kill, actor)
+
+
+async def _stopped(actor: Any) -> None:
+    """Returns when its program, if there is one, has ended."""
+    if await _result(actor.stop.remote()):
+        await _ended(actor)
+
+
+async def _ended(actor: Any) -> None:
+    version, code = 0, None
+    while code is None:
+        report = await _result(actor.report.remote(version))
+        version, code = report["version"], report["code"]

@@ -10,12 +10,12 @@ import httpx
 import psutil
 from rich.console import Console
 
-from deploy.cluster.client import ClusterClient, Status, urls
+from deploy.cluster.client import LOST_PAUSE_S, ClusterClient, Status, urls
 from deploy.cluster.connection import connect, import_ray, start_here
 from deploy.cluster.console import Phases, SeatLines, cluster_banner, print_status
 from deploy.cluster.nodes import cluster_nodes
 from deploy.cluster.plan import KINDS, ClusterPlan
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, LaterError
 from loadtest.load import LoadPlan
 from loadtest.report import LoadReport
 from loadtest.spread_load import load_from_nodes
@@ -36,7 +36,7 @@ async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Con
     _hear_signals()
     ray = import_ray()
     try:
-        at = ray.get_runtime_context().gcs_address
+        at = address or "auto"
         client = ClusterClient(namespace, SeatLines(notes))
         await client.find_or_start()
         phases.done("controller")
@@ -45,7 +45,7 @@ async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Con
         await until_serving(status)
         print(cluster_banner(status, phases, _ray_bytes(status) if not address else 0, at), flush=True)
         if not address:
-            await _stay(client)
+            await _stay(client, notes)
     finally:
         await asyncio.to_thread(ray.shutdown)
 
@@ -58,13 +58,22 @@ def _hear_signals() -> None:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
-async def _stay(client: ClusterClient) -> None:
+async def _stay(client: ClusterClient, notes: Console) -> None:
+    """Until cancelled, or until somebody else has ended the deployment."""
+    version, is_wanted = 0, True
     try:
-        version = 0
         while True:
-            version = (await client.status(version))["version"]
-    finally:
+            try:
+                status = await client.status(version)
+                version, is_wanted = status["version"], status["is_wanted"]
+            except LaterError:
+                if not is_wanted:
+                    break
+                await asyncio.sleep(LOST_PAUSE_S)
+    except asyncio.CancelledError:
         await asyncio.shield(client.down())
+        raise
+    notes.print("  ended by `kvferry down`")
 
 
 @contextlib.asynccontextmanager

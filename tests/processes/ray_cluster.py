@@ -31,6 +31,14 @@ QUICK_TO_SEE_DEATH = {
 }
 
 
+def ensure_token() -> None:
+    """`Cluster` leaves authentication off unless it is asked for, as no other way to start a Ray does."""
+    from ray._private.authentication import authentication_token_setup as setup
+
+    setup.enable_token_auth_by_default()
+    setup.ensure_token_if_auth_enabled(None, create_token_if_missing=True)
+
+
 class RayNodes:
     """Node processes of a cluster: `head` has the router's processor, each other has room for four workers."""
 
@@ -39,6 +47,7 @@ class RayNodes:
         from ray.cluster_utils import Cluster
 
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        ensure_token()
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         head: dict[str, Any] = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
         head["labels"] = {"door": "front"}
@@ -142,10 +151,17 @@ def deployed_by_command(plan: ClusterPlan, address: str, namespace: str, folder:
         assert run.returncode == 0, run.stderr
 
 
-def kvferry(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def kvferry(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command, as a person calls it."""
     command = [sys.executable, "-m", "deploy", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT, env=with_token(**environment)
+    )
+
+
+def with_token(**more: str) -> dict[str, str]:
+    """An environment in which Ray shows the user's token to a cluster that is named by its address."""
+    return {**os.environ, "RAY_AUTH_MODE": "token", **more}
 
 
 def json_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -13,7 +13,16 @@ import pytest
 from kvferry.engine.fake import fake_answer
 from kvferry.errors import ConfigurationError
 from kvferry.messages import Sampling
-from tests.processes.ray_cluster import RayNodes, deployed, deployed_by_command, json_of, kvferry, sim_plan
+from tests.processes.ray_cluster import (
+    ROOT,
+    RayNodes,
+    deployed,
+    deployed_by_command,
+    json_of,
+    kvferry,
+    sim_plan,
+    with_token,
+)
 from tests.processes.service import wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
@@ -287,6 +296,12 @@ def test_an_address_where_nothing_or_something_else_listens_is_said_in_bounded_t
         assert kvferry("status", f"--address={address}").returncode == 2
 
 
+def test_ray_keeps_asking_for_its_token(nodes):
+    run = kvferry("status", f"--address={nodes.address}", RAY_AUTH_MODE="disabled")
+    assert run.returncode == 2
+    assert "If the cluster wants a token, set RAY_AUTH_MODE=token" in run.stderr.replace("\n", " ")
+
+
 def test_another_version_of_ray_is_said(nodes):
     import subprocess
     import sys
@@ -295,34 +310,48 @@ def test_another_version_of_ray_is_said(nodes):
         "import ray, sys; ray.__version__ = '1.0.0'; from deploy.cli import main;"
         f"sys.argv = ['kvferry', 'status', '--address={nodes.address}']; main()"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=with_token()
+    )
     assert run.returncode == 2, run.stderr
     assert "other versions than this environment" in run.stderr.replace("\n", " ")
+
+
+def last_line(service, num_tokens):
+    body = {"prompt": "once", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    with service.http.stream("POST", "/v1/completions", json=body) as response:
+        return [line for line in response.iter_lines() if line and not line.endswith("[DONE]")][-1]
 
 
 def test_down_ends_all_of_it_and_the_next_command_says_that_nothing_runs(nodes, model_directory):
     import ray
 
-    with deployed(sim_plan(model_directory, prefill={"count": 0}, decode={"count": 1}), "brief") as brief:
+    plan = sim_plan(model_directory, prefill={"count": 0}, decode={"count": 1})
+    with ThreadPoolExecutor(1) as pool, deployed(plan, "brief") as brief:
         assert brief.http.get("/health/ready").json()["status"] == "degraded"
-    named = {one["name"] for one in ray.util.list_named_actors(True) if one["namespace"] == "brief"}
-    wait_until(lambda: not named, 5, "its actors to end")
+        coming = pool.submit(last_line, brief, 500)
+        wait_until(lambda: brief.total("kvferry_requests", phase="decoding") == 1, 10, "the stream")
+    assert "the router is shutting down; try again" in coming.result()
+    wait_until(
+        lambda: not [one for one in ray.util.list_named_actors(True) if one["namespace"] == "brief"],
+        5,
+        "its actors to end",
+    )
     run = kvferry("status", f"--address={nodes.address}", "--namespace=brief")
     assert run.returncode == 2
     assert "no deployment in namespace brief" in run.stderr.replace("\n", " ")
 
 
-def test_scale_and_role_and_down_as_a_person_calls_them(nodes, model_directory):
-    at = (f"--address={nodes.address}", "--namespace=typed")
-    up = kvferry(
-        "up", "--on=ray", *at, f"--model={model_directory}", "--engine=sim", "--port=0", "--prefill=1", "--decode=1"
-    )
-    assert up.returncode == 0, up.stderr
-    assert kvferry("scale", *at, "--decode=2").returncode == 0
-    assert kvferry("role", *at, "decode-2", "prefill").returncode == 0
-    found = json_of(kvferry("status", *at, "--json"))
-    assert found["wanted"] == {"prefill": 2, "decode": 1}
-    assert "decode-2" in kvferry("status", *at).stdout
-    assert kvferry("drain", *at, "decode-2").returncode == 0
-    assert kvferry("down", *at).returncode == 0
-    assert kvferry("down", *at).returncode == 2
+def test_a_checkout_that_is_sent_as_working_directory_is_what_runs(nodes, model_directory):
+    """What `ray job submit --working-dir` sets for its driver; the rest of it needs Ray's dashboard."""
+    job = {"runtime_env": {"working_dir": str(ROOT)}}
+    at = (f"--address={nodes.address}", "--namespace=sent")
+    flags = ("--engine=sim", "--port=0", "--prefill=0", f"--model={model_directory}")
+    run = kvferry("up", "--on=ray", *at, *flags, RAY_JOB_CONFIG_JSON_ENV_VAR=json.dumps(job))
+    assert run.returncode == 0, run.stderr
+    try:
+        programs = json_of(kvferry("status", *at, "--json"))["programs"]
+        assert len(programs) == 2
+        assert all("working_dir_files" in one["node"]["code"] for one in programs)
+    finally:
+        kvferry("down", *at)
