@@ -76,8 +76,20 @@ def unpack(model: Model = None) -> None:
     print(_directory(model))
 
 
+Address = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        envvar="KVFERRY_RAY_ADDRESS",
+        help="host:port of a Ray cluster's head, or auto: the one on this node.",
+    ),
+]
+Namespace = Annotated[str, typer.Option("--namespace", help="Of Ray: one deployment in each.")]
+
+
 @app.command()
 def up(
+    context: typer.Context,
     model: Model = None,
     prefill: Prefill = 1,
     decode: Decode = 1,
@@ -90,8 +102,22 @@ def up(
     sim_shape: SimShape = "smollm2-135m",
     sim_accelerator: SimAccelerator = "here",
     config: Annotated[Path | None, typer.Option(help="YAML file with more settings for the three programs.")] = None,
+    on: Annotated[
+        Literal["here", "ray"],
+        typer.Option("--on", help="here: processes of this machine; ray: actors of a Ray cluster."),
+    ] = "here",
+    address: Address = "",
+    deployment: Annotated[
+        Path | None, typer.Option("--deployment", help="YAML deployment file for --on ray; flags count more.")
+    ] = None,
+    namespace: Namespace = "kvferry",
 ) -> None:
-    """Starts a router and workers on this machine, until Ctrl-C."""
+    """Starts a router and workers on this machine, until Ctrl-C; or, with --on ray --address, on a cluster, where they stay."""
+    if on == "ray":
+        _run(_cluster_up(context, address, deployment, namespace))
+        return
+    if address or deployment:
+        raise typer.BadParameter("--address and --deployment are for --on ray")
     plan = LocalPlan(
         _directory(model),
         prefill,
@@ -114,6 +140,75 @@ async def _up(plan: LocalPlan) -> None:
     async with deployment_of(plan, ProgressLines(notes)).running() as deployment:
         print(banner(deployment), flush=True)
         raise await deployment.failure()
+
+
+async def _cluster_up(context: typer.Context, address: str, deployment: Path | None, namespace: str) -> None:
+    from deploy.cluster.flags import plan_from_flags
+    from deploy.cluster.session import cluster_up
+
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if deployment is None or getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"
+    }
+    if given.get("config"):
+        raise ConfigurationError("--config is for processes of this machine: settings of a cluster are in --deployment")
+    if not address and deployment is None:
+        given["model"] = _directory(given["model"])
+    await cluster_up(plan_from_flags(deployment, given, is_here=not address), address, namespace, notes)
+
+
+@app.command()
+def status(address: Address = "", namespace: Namespace = "kvferry", as_json: Json = False) -> None:
+    """What runs on a Ray cluster, and where."""
+    from deploy.cluster.session import show_status
+
+    _run(show_status(address, namespace, notes, as_json))
+
+
+@app.command()
+def scale(
+    prefill: Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option("--decode", min=1, help="Decode workers.")] = None,
+    address: Address = "",
+    namespace: Namespace = "kvferry",
+) -> None:
+    """So many workers on a Ray cluster. Those that go finish what they have first."""
+    _run(_at_cluster(address, namespace, lambda client: client.scale(prefill, decode)))
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="A worker's name, of `kvferry status`.")],
+    address: Address = "",
+    namespace: Namespace = "kvferry",
+) -> None:
+    """A worker on a Ray cluster takes nothing new, finishes what it has within the grace, and goes: one fewer is wanted."""
+    _run(_at_cluster(address, namespace, lambda client: client.drain(worker)))
+
+
+@app.command()
+def role(
+    worker: Annotated[str, typer.Argument(help="A worker's name, of `kvferry status`; it keeps it.")],
+    role: Annotated[Literal["prefill", "decode"], typer.Argument(help="What it shall be.")],
+    address: Address = "",
+    namespace: Namespace = "kvferry",
+) -> None:
+    """A worker on a Ray cluster finishes what it has, and goes on as the other kind, with the weights that it has loaded."""
+    _run(_at_cluster(address, namespace, lambda client: client.change_role(worker, role)))
+
+
+@app.command()
+def down(address: Address = "", namespace: Namespace = "kvferry") -> None:
+    """Ends a deployment on a Ray cluster. The cluster stays."""
+    _run(_at_cluster(address, namespace, lambda client: client.down()))
+
+
+async def _at_cluster(address: str, namespace: str, do: Any) -> None:
+    from deploy.cluster.session import deployed
+
+    async with deployed(address, namespace, notes) as client:
+        await do(client)
 
 
 @app.command()
@@ -206,20 +301,36 @@ def bench_load(
     decode: Decode = 1,
     weights: Weights = "float32",
     kv: Kv = "float32",
+    on: Annotated[
+        Literal["here", "ray"],
+        typer.Option("--on", help="Where the load comes from; ray: all nodes of a cluster at once."),
+    ] = "here",
+    address: Address = "",
+    namespace: Namespace = "kvferry",
     as_json: Json = False,
 ) -> None:
     """A closed-loop load test over real HTTP streams."""
     from loadtest.load import LoadPlan, load_test
-    from loadtest.report import print_report
+    from loadtest.report import LoadReport, print_report
 
     load = LoadPlan(concurrency, requests, input_tokens, output_tokens)
 
     async def measure(at: str) -> None:
-        report = await load_test(at, load)
+        show(await load_test(at, load))
+
+    async def measure_from_cluster() -> None:
+        from deploy.cluster.session import load_on_cluster
+
+        show(await load_on_cluster(load, url, address, namespace, notes))
+
+    def show(report: LoadReport) -> None:
         print_report(report, as_json)
         if report.share_failed > max_failed:
             raise typer.Exit(1)
 
+    if on == "ray":
+        _run(measure_from_cluster())
+        return
     plan = None if url else LocalPlan(_directory(model), prefill, decode, weights=weights, kv=kv)
     _run(_at_service(measure, url, plan))
 

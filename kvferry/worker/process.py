@@ -6,7 +6,8 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from kvferry.shape import pool_tokens, read_checkpoint_shape, read_shape
 from kvferry.streams import Dialer
 from kvferry.worker.allocation import keep_freed_memory
 from kvferry.worker.draining import Draining
+from kvferry.worker.kept_executor import KeptExecutor
 from kvferry.worker.loop import Executor, ThreadExecutor
 from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.settings import WorkerSettings
@@ -35,6 +37,18 @@ class Loaded:
     engine: Engine
     executor: Executor
     ceilings: Ceilings
+
+
+@dataclass(slots=True)
+class WorkerHost:
+    """Of a process that outlives its worker: the next one, of either role, takes over what this one has loaded."""
+
+    loaded: Loaded | None = None
+    draining: Draining | None = None
+    """Of the worker that runs."""
+
+
+host: ContextVar[WorkerHost | None] = ContextVar("host", default=None)
 
 
 async def _load(config: WorkerConfig) -> Loaded:
@@ -81,7 +95,12 @@ async def serve_worker(
     roads = roads_called(config.transport)
     secret, tls = read_secret(config.secret_file), read_tls(config)
     say_state("loading", share=0.0)
-    loaded = await (_simulate(config) if config.engine == "sim" else _load(config))
+    here = host.get()
+    loaded = here.loaded if here is not None else None
+    if loaded is None:
+        loaded = await (_simulate(config) if config.engine == "sim" else _load(config))
+    if here is not None:
+        here.loaded = loaded = replace(loaded, executor=KeptExecutor.of(loaded.executor))
     engine = loaded.engine
     block_bytes = engine.identity.block_bytes
     server = new_server(block_bytes)
@@ -115,6 +134,8 @@ async def serve_worker(
         "listening", address=settings.address, name=name, pool_tokens=engine.num_slots * engine.identity.block_size
     )
     draining = Draining(worker, config.drain_s)
+    if here is not None:
+        here.draining = draining
     if is_process:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, draining.begin)
     try:

@@ -1,0 +1,324 @@
+"""The controller: a named, detached actor that holds what is wanted and brings the cluster to it.
+
+It starts, follows, restarts and ends the programs' actors, and carries no request: while it is away, everything that runs goes on.
+One that comes back reads what was wanted from the cluster's store and adopts what runs. Its methods take and return plain values and
+raise ConfigurationError.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+
+import kvferry
+from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
+from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
+from deploy.cluster.plan import ClusterPlan, difference, plan_of
+from deploy.cluster.room import Bundle, shortage
+from deploy.cluster.seat import Asked, Placing, Seat, Surroundings, end_stranger
+from deploy.cluster.wanted import KEY, Wanted, first_wanted, wanted_of
+from kvferry import process
+from kvferry.bell import Bell
+from kvferry.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+NAME = "controller"
+STATUS_S = 5.0
+
+
+class Controller:
+    def __init__(self, namespace: str):
+        process.set_up_logs("info", "controller")
+        self._namespace = namespace
+        self._wanted: Wanted | None = None
+        self._seats: dict[str, Seat] = {}
+        self._starting: list[Seat] = []
+        self._version, self._bell, self._seats_bell, self._unkept = 1, Bell(), Bell(), Bell()
+        self._changing = asyncio.Lock()
+        self._adopted, self._memory = asyncio.Event(), MemoryInUse()
+        self._serving = as_long_as_the_actor(self._serve())
+
+    async def _serve(self) -> None:
+        """Every seat has a task here."""
+        stored = await asyncio.to_thread(_internal_kv_get, KEY, namespace=self._namespace.encode())
+        if stored is not None:
+            self._wanted = wanted_of(stored)
+            logger.info("adopting %s", ", ".join([*self._wanted.routers, *self._wanted.workers]))
+            self._fill_seats()
+        self._adopted.set()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_places())
+            group.create_task(self._end_strangers())
+            while True:
+                for seat in self._starting:
+                    group.create_task(self._occupy(seat))
+                self._starting.clear()
+                await self._seats_bell.wait()
+
+    async def _occupy(self, seat: Seat) -> None:
+        await seat.run()
+        if self._seats.get(seat.name) is seat:
+            del self._seats[seat.name]
+        self._fill_seats()  # of that name another one may be wanted by now
+        self._changed()
+
+    async def _keep_places(self) -> None:
+        """Where routers are, whenever that has changed."""
+        while True:
+            await self._unkept.wait()
+            async with self._changing:
+                if self._wanted is not None:
+                    await self._keep(self._wanted)
+
+    async def _end_strangers(self) -> None:
+        """Programs that were leaving when the last controller was lost."""
+        named: Any = await asyncio.to_thread(ray.util.list_named_actors, True)
+        for one in named:
+            name = one["name"]
+            if one["namespace"] == self._namespace and name != NAME and name not in self._seats:
+                logger.info("%s is wanted no more", name)
+                await end_stranger(name, self._namespace)
+
+    # --------------------------------------------------------------------------------------------------- what is asked
+
+    async def version(self) -> str:
+        """Of kvferry on this controller's node."""
+        await self._adopted.wait()
+        return kvferry.__version__
+
+    async def apply(self, plan: dict[str, Any]) -> None:
+        """Brings the cluster to this plan, and what runs there to its counts."""
+        wanted = plan_of(plan)
+        async with self._change():
+            nodes = await asyncio.to_thread(cluster_nodes)
+            if self._wanted is None:
+                await self._want(first_wanted(wanted, _is_loopback(wanted, nodes)), nodes)
+                return
+            different = difference(self._wanted.plan, wanted)
+            if different:
+                raise ConfigurationError(
+                    f"a deployment with other settings runs in namespace {self._namespace}: {different}. "
+                    "`kvferry down` ends it; `kvferry scale` changes its counts"
+                )
+            await self._want(self._scaled(wanted.prefill.count, wanted.decode.count), nodes)
+
+    async def scale(self, num_prefill: int | None, num_decode: int | None) -> None:
+        async with self._change():
+            wanted = self._running
+            num_prefill = wanted.count("prefill") if num_prefill is None else num_prefill
+            num_decode = wanted.count("decode") if num_decode is None else num_decode
+            if num_prefill < 0 or num_decode < 1:
+                raise ConfigurationError("a deployment needs a decode worker: --decode must be at least 1")
+            await self._want(self._scaled(num_prefill, num_decode))
+
+    async def drain(self, name: str) -> None:
+        """That worker finishes what it has, and is wanted no more."""
+        async with self._change():
+            wanted = self._running
+            self._check_worker(name)
+            if wanted.workers[name] == "decode" and wanted.count("decode") == 1:
+                raise ConfigurationError(
+                    f"{name} is the only decode worker: add one first (`kvferry scale --decode 2`)"
+                )
+            await self._want(wanted.without(name))
+
+    async def change_role(self, name: str, role: str) -> None:
+        async with self._change():
+            wanted = self._running
+            self._check_worker(name)
+            if role not in ("prefill", "decode"):
+                raise ConfigurationError(f"{role!r} is no role of a worker: prefill or decode")
+            if role != "decode" and wanted.workers[name] == "decode" and wanted.count("decode") == 1:
+                raise ConfigurationError(
+                    f"{name} is the only decode worker: add one first (`kvferry scale --decode 2`)"
+                )
+            await self._want(wanted.with_role(name, role))
+
+    async def down(self) -> None:
+        """Ends everything, and forgets it. What runs is told so at once."""
+        async with self._change():
+            self._wanted = None
+            await asyncio.to_thread(_internal_kv_del, KEY, namespace=self._namespace.encode())
+            for seat in self._seats.values():
+                seat.leave(is_hurried=True)
+            while self._seats:
+                await self._bell.wait()
+
+    async def status(self, known_version: int = 0) -> dict[str, Any]:
+        """Once it is another than that, or after a while."""
+        await self._adopted.wait()
+        if self._version <= known_version:
+            await self._bell.wait(STATUS_S)
+        wanted = self._wanted
+        context = ray.get_runtime_context()
+        return {
+            "version": self._version,
+            "namespace": self._namespace,
+            "is_wanted": wanted is not None,
+            "model": wanted.plan.model if wanted else "",
+            "wanted": {role: wanted.count(role) if wanted else 0 for role in ("prefill", "decode")},
+            "controller": {
+                "node_id": context.get_node_id(),
+                "address": ray.util.get_node_ip_address(),
+                "pid": os.getpid(),
+                "private_bytes": self._memory.now.private_bytes,
+            },
+            "programs": [seat.as_dict() for seat in self._seats.values()],
+        }
+
+    # ------------------------------------------------------------------------------------------------------ what wants
+
+    @contextlib.asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """One after the other, and none before what runs is known."""
+        await self._adopted.wait()
+        async with self._changing:
+            yield
+
+    @property
+    def _running(self) -> Wanted:
+        if self._wanted is None:
+            raise ConfigurationError("no deployment runs here: start one with `kvferry up --on ray`")
+        return self._wanted
+
+    def _check_worker(self, name: str) -> None:
+        if name not in self._running.workers:
+            raise ConfigurationError(f"no worker {name!r}; there are {', '.join(self._running.workers)}")
+
+    def _scaled(self, num_prefill: int, num_decode: int) -> Wanted:
+        return self._running.scaled("prefill", num_prefill).scaled("decode", num_decode)
+
+    async def _want(self, wanted: Wanted, nodes: list[ClusterNode] | None = None) -> None:
+        """Raises ConfigurationError if the cluster has not the room; then nothing has changed."""
+        lacking = self._shortage(wanted, nodes or await asyncio.to_thread(cluster_nodes))
+        if lacking:
+            raise ConfigurationError(lacking)
+        await self._keep(wanted)
+        self._fill_seats()
+
+    async def _keep(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        await asyncio.to_thread(_internal_kv_put, KEY, wanted.to_json(), True, namespace=self._namespace.encode())
+
+    def _fill_seats(self) -> None:
+        """A seat for every name, none for any other."""
+        roles = {**dict.fromkeys(self._wanted.routers, "router"), **self._wanted.workers} if self._wanted else {}
+        for name, seat in self._seats.items():
+            if name not in roles:
+                seat.leave()
+            elif not seat.is_leaving and seat.role != roles[name]:
+                seat.change(roles[name])
+        for name, role in roles.items():
+            if name not in self._seats:
+                assert self._wanted is not None
+                seat = self._seats[name] = Seat(name, role, self._surroundings(self._wanted))
+                self._starting.append(seat)
+        self._seats_bell.ring()
+        self._changed()
+
+    def _surroundings(self, wanted: Wanted) -> Surroundings:
+        return Surroundings(
+            self._namespace, wanted.secret, self._place, self._ask, self._seat_changed, self._why_no_room
+        )
+
+    def _changed(self) -> None:
+        self._version += 1
+        self._bell.ring()
+
+    # ---------------------------------------------------------------------------------------------------- what seats ask
+
+    def _seat_changed(self, seat: Seat) -> None:
+        self._changed()
+        details = seat.status.details
+        wanted = self._wanted
+        if (
+            seat.role != "router"
+            or seat.status.state != "listening"
+            or wanted is None
+            or seat.name not in wanted.routers
+        ):
+            return
+        if wanted.routers[seat.name] != details["registry"]:
+            ports = [int(details[name].rpartition(":")[2]) for name in ("http", "grpc", "registry")]
+            self._wanted = wanted.with_router(seat.name, details["registry"], ports)
+            for other in self._seats.values():
+                other.change(other.role)  # workers join the routers where they are now
+            self._unkept.ring()
+
+    async def _place(self, seat: Seat) -> Placing:
+        """A router stays on its node as long as that is there."""
+        wanted = self._running
+        pool = wanted.plan.pool(seat.role)
+        if seat.role != "router" or wanted.is_loopback:
+            return Placing(pool.bundle, pool.labels)
+        nodes = await asyncio.to_thread(cluster_nodes)
+        return Placing(pool.bundle, pool.labels, self._router_node(seat, wanted, nodes))
+
+    def _router_node(self, seat: Seat, wanted: Wanted, nodes: list[ClusterNode]) -> str:
+        """The one it was on; else one without a router. Raises ConfigurationError."""
+        before = wanted.routers[seat.name].rpartition(":")[0]
+        others = {address.rpartition(":")[0] for name, address in wanted.routers.items() if name != seat.name}
+        others |= {
+            other.status.node.get("address", "")
+            for other in self._seats.values()
+            if other is not seat and other.role == "router"
+        }
+        pool = wanted.plan.router
+        for node in sorted(nodes, key=lambda node: node.address != before):
+            bundle = Bundle(seat.name, pool.bundle, pool.labels)
+            if node.address not in others and not shortage([bundle], [node.room({})]):
+                return node.node_id
+        raise ConfigurationError(f"{seat.name}: no node with room for it that has no router yet: lower router.count")
+
+    def _ask(self, seat: Seat) -> Asked | None:
+        """A worker begins when it is known where a router is; it need not be there yet."""
+        wanted = self._running
+        host = "127.0.0.1" if wanted.is_loopback else seat.status.node["address"]
+        own = [f"--name={seat.name}", f"--host={host}"]
+        if seat.role == "router":
+            ports = zip(("port", "grpc-port", "registry-port"), wanted.ports_of(seat.name), strict=True)
+            return Asked("router", [*wanted.plan.flags("router"), *own, *(f"--{name}={port}" for name, port in ports)])
+        routers = [f"--router={address}" for address in wanted.routers.values() if address]
+        if not routers:
+            return None
+        return Asked(seat.role, [*wanted.plan.flags(seat.role), *own, *routers])
+
+    async def _why_no_room(self, seat: Seat) -> str:
+        wanted = self._wanted
+        return "" if wanted is None else self._shortage(wanted, await asyncio.to_thread(cluster_nodes))
+
+    def _shortage(self, wanted: Wanted, nodes: list[ClusterNode]) -> str:
+        ours: dict[str, dict[str, float]] = {}
+        places: dict[str, str] = {}
+        for seat in self._seats.values():
+            node_id = seat.status.node.get("node_id", "")
+            if not node_id or self._wanted is None:
+                continue
+            places[seat.name] = node_id
+            mine = ours.setdefault(node_id, {})
+            for key, amount in self._wanted.plan.pool(seat.role).bundle.items():
+                mine[key] = mine.get(key, 0) + amount
+        roles = {**dict.fromkeys(wanted.routers, "router"), **wanted.workers}
+        bundles = [
+            Bundle(name, wanted.plan.pool(role).bundle, wanted.plan.pool(role).labels, places.get(name, ""))
+            for name, role in roles.items()
+        ]
+        return shortage(bundles, [node.room(ours.get(node.node_id, {})) for node in nodes])
+
+
+def _is_loopback(plan: ClusterPlan, nodes: list[ClusterNode]) -> bool:
+    """Raises ConfigurationError if there is more than one machine and nothing to tell them apart by."""
+    if plan.tls is not None:
+        return False
+    if are_one_machine(nodes):
+        return True
+    raise ConfigurationError(
+        f"the cluster has nodes on {len({node.address for node in nodes})} addresses: what listens beyond loopback needs TLS. "
+        "Name each node's files in the deployment file: tls: {certificate: PATH, key: PATH, authority: PATH}"
+    )

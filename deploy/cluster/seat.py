@@ -1,0 +1,306 @@
+"""One program's place in the deployment, through all of its lives: the controller's side of an actor.
+
+It finds the actor of its name or creates it, tells it what to run, follows what it says, and begins anew after a pause that grows when
+it is lost. Told to leave, it lets the program drain, ends the actor, and is done.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import ray
+import ray.util.scheduling_strategies
+from ray.exceptions import ActorUnavailableError, RayError
+
+import kvferry
+from deploy.cluster.program import ProgramActor
+from deploy.local import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S
+from kvferry.bell import Bell
+from kvferry.errors import ConfigurationError
+from kvferry.racing import until_first
+
+logger = logging.getLogger(__name__)
+
+PLACING_S = 2.0
+"""An actor that is not there by then probably waits for room."""
+UNREACHABLE_PAUSE_S = 1.0
+STOP_TIMEOUT_S = 3.0
+"""For a program to tell its clients that it ends."""
+DEAD_WORDS = 300
+"""Of what Ray says of an actor that never began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """What of a node the actor needs."""
+
+    resources: dict[str, float]
+    labels: dict[str, str]
+    node_id: str = ""
+    """That node and no other; empty: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    role: str
+    arguments: list[str]
+
+
+@dataclass(slots=True)
+class SeatStatus:
+    """For people and machines: what `kvferry status` shows."""
+
+    name: str
+    role: str
+    state: str = "placing"
+    reason: str = ""
+    """Why it is not running, if it is not."""
+    share: float = 0.0
+    details: dict[str, str] = field(default_factory=dict[str, str])
+    node: dict[str, Any] = field(default_factory=dict[str, Any])
+    num_starts: int = 0
+    previous_end: str = ""
+    rss_bytes: int = 0
+    private_bytes: int = 0
+    has_failed: bool = False
+    """It could not even begin: by itself it will hardly mend."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == ("listening" if self.role == "router" else "ready")
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What a seat asks the controller."""
+
+    namespace: str
+    secret: str
+    place: Callable[["Seat"], Awaitable[Placing]]
+    """Raises ConfigurationError."""
+    ask: Callable[["Seat"], Asked | None]
+    """What shall run there now, on the node that it has got; None: not known yet, `change` follows."""
+    on_change: Callable[["Seat"], None]
+    why_no_room: Callable[["Seat"], Awaitable[str]]
+
+
+class Seat:
+    def __init__(self, name: str, role: str, around: Surroundings):
+        self.name, self.role = name, role
+        self.status = SeatStatus(name, role)
+        self._around, self._bell = around, Bell()
+        self._actor: Any = None
+        self.is_leaving = False
+        self._is_hurried = False
+
+    def change(self, role: str) -> None:
+        """What it shall run has changed."""
+        self.role = self.status.role = role
+        self._bell.ring()
+
+    def leave(self, is_hurried: bool = False) -> None:
+        self.is_leaving, self._is_hurried = True, self._is_hurried or is_hurried
+        self._bell.ring()
+
+    async def run(self) -> None:
+        """Until it has left."""
+        pause_s = FIRST_PAUSE_S
+        now = asyncio.get_running_loop().time
+        while not self.is_leaving:
+            began = now()
+            end = await self._live()
+            await self._end_actor()
+            if self.is_leaving:
+                break
+            pause_s = FIRST_PAUSE_S if now() - began > STEADY_S else pause_s
+            self.status.previous_end = end
+            self._say("waiting", f"{end}; begins again in {pause_s:g} s")
+            logger.warning("%s: %s", self.name, self.status.reason)
+            await self._bell.wait(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        await self._end_actor()
+        self._say("gone")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self.status), "is_ready": self.status.is_ready}
+
+    # -------------------------------------------------------------------------------------------------------- one life
+
+    async def _live(self) -> str:
+        """How it ended."""
+        self.status.num_starts += 1
+        self.status.node, self.status.details = {}, {}
+        self._say("placing")
+        try:
+            await until_first(self._begin_and_follow(), self._until_hurried())
+            return "ended"
+        except _Ended as ended:
+            self.status.has_failed = not ended.has_run
+            return ended.how
+        except RayError as error:
+            words = "" if self.status.details else f": {' '.join(str(error).split())[:DEAD_WORDS]}"
+            self.status.has_failed = bool(words) and self.status.num_starts == 1
+            return f"actor lost: {type(error).__name__}{words}"
+        except ConfigurationError as error:
+            self.status.has_failed = True
+            return error.message
+        except Exception as error:  # whatever Ray raises while its control store is away: the actor is looked for again
+            logger.exception("%s", self.name)
+            return f"cannot be placed: {error!r}"
+
+    async def _until_hurried(self) -> None:
+        while not self._is_hurried:
+            await self._bell.wait()
+
+    async def _begin_and_follow(self) -> None:
+        placing = await self._around.place(self)
+        if self.is_leaving:
+            return
+        self._actor = await asyncio.to_thread(self._find_or_create, placing)
+        self.status.node = node = await self._until_placed(self._actor.where.remote())
+        if node and node["version"] != kvferry.__version__:
+            raise _Ended(f"node {self.node_words} has kvferry {node['version']}, not {kvferry.__version__}", False)
+        await until_first(self._follow(), self._give_orders())
+
+    def _find_or_create(self, placing: Placing) -> Any:
+        resources = dict(placing.resources)
+        options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
+        if placing.node_id:
+            strategy: Any = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(placing.node_id, soft=False)
+        else:
+            strategy = "SPREAD"
+            options["label_selector"] = placing.labels or None
+        return (
+            ray.remote(ProgramActor)
+            .options(
+                name=self.name,
+                namespace=self._around.namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=0,
+                resources=resources or None,
+                scheduling_strategy=strategy,
+                **options,
+            )
+            .remote(self.name, self._around.secret)
+        )
+
+    async def _until_placed(self, reference: Any) -> dict[str, Any]:
+        placed = asyncio.ensure_future(_result(reference))
+        try:
+            while not placed.done():
+                await asyncio.wait((placed,), timeout=PLACING_S)
+                if self.is_leaving and not placed.done():
+                    raise _Ended("it left before it had a place", True)
+                if not placed.done():
+                    self._say("placing", await self._around.why_no_room(self))
+            return placed.result()
+        finally:
+            placed.cancel()
+
+    async def _give_orders(self) -> None:
+        """Whenever what shall run there has changed; a router's orders stand for its life."""
+        given: Asked | None = None
+        is_told_to_leave = False
+        while True:
+            if self.is_leaving and not is_told_to_leave:
+                is_told_to_leave = True
+                if not await self._told("drain"):
+                    raise _Ended("it had not begun", True)
+            elif not self.is_leaving and (given is None or self.role != "router"):
+                asked = self._around.ask(self)
+                if asked is not None and asked != given:
+                    previous = self.status.previous_end
+                    await self._told("begin", asked.role, asked.arguments, previous)
+                    given = asked
+            await self._bell.wait()
+
+    async def _told(self, method: str, *arguments: Any) -> Any:
+        """An actor that cannot be reached for the moment is not lost."""
+        while True:
+            try:
+                return await _result(getattr(self._actor, method).remote(*arguments))
+            except ActorUnavailableError:
+                await asyncio.sleep(UNREACHABLE_PAUSE_S)
+
+    async def _follow(self) -> None:
+        """Raises _Ended."""
+        version, has_run = 0, False
+        while True:
+            report = await self._told("report", version)
+            status = self.status
+            status.rss_bytes, status.private_bytes = report["rss_bytes"], report["private_bytes"]
+            if report["version"] == version:
+                continue
+            version = report["version"]
+            status.share, status.details = report["share"], report["details"]
+            runs = ("ready", "draining", *(("listening",) if self.role == "router" else ()))
+            has_run = has_run or report["state"] in runs
+            if report["state"] != "idle":
+                self._say(report["state"], status.details.get("reason", "") if report["state"] == "failed" else "")
+            code = report["code"]
+            if code is not None and (code != 0 or self.is_leaving):
+                raise _Ended(self._how(code), has_run)
+            status.has_failed = status.has_failed and not has_run
+
+    def _how(self, code: int) -> str:
+        reason = self.status.details.get("reason", "")
+        return f"code {code}: {reason} (on node {self.node_words})" if reason else f"code {code}"
+
+    @property
+    def node_words(self) -> str:
+        node = self.status.node
+        return f"{node.get('address')} ({node.get('host')})"
+
+    async def _end_actor(self) -> None:
+        actor, self._actor = self._actor, None
+        if actor is None:
+            return
+        if self._is_hurried:
+            with contextlib.suppress(RayError, TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await _stopped(actor)
+        with contextlib.suppress(RayError):
+            await asyncio.to_thread(ray.kill, actor)
+
+    def _say(self, state: str, reason: str = "") -> None:
+        self.status.state, self.status.reason = state, reason
+        self._around.on_change(self)
+
+
+class _Ended(Exception):
+    """The program has ended, and no other was ordered."""
+
+    def __init__(self, how: str, has_run: bool):
+        super().__init__(how)
+        self.how, self.has_run = how, has_run
+
+
+async def _result(reference: Any) -> Any:
+    """Of a call to an actor."""
+    return await asyncio.wrap_future(reference.future())
+
+
+async def end_stranger(name: str, namespace: str) -> None:
+    """An actor that no seat has: it drains, and is ended."""
+    with contextlib.suppress(RayError, ValueError):
+        actor = await asyncio.to_thread(ray.get_actor, name, namespace)
+        if await _result(actor.drain.remote()):
+            await _ended(actor)
+        await asyncio.to_thread(ray.kill, actor)
+
+
+async def _stopped(actor: Any) -> None:
+    """Returns when its program, if there is one, has ended."""
+    if await _result(actor.stop.remote()):
+        await _ended(actor)
+
+
+async def _ended(actor: Any) -> None:
+    version, code = 0, None
+    while code is None:
+        report = await _result(actor.report.remote(version))
+        version, code = report["version"], report["code"]

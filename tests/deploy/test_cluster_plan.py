@@ -1,0 +1,157 @@
+"""Deployment files, what fits where, and what is wanted after each change: without Ray."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.cluster.flags import plan_from_flags
+from deploy.cluster.plan import ClusterPlan, difference, plan_of, read_plan
+from deploy.cluster.room import Bundle, NodeRoom, selects, shortage
+from deploy.cluster.wanted import first_wanted, wanted_of
+from kvferry.errors import ConfigurationError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "deploy" / "examples"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_parses_and_is_what_the_programs_accept(path):
+    plan = read_plan(path)
+    plan.check()
+    assert plan_of(plan.model_dump()) == plan
+    assert not difference(plan, plan)
+
+
+def test_there_are_the_three_examples():
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == {"laptop", "one_gpu_host", "ten_hosts"}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"decode": {"count": -1}}, "decode.count"),
+        ({"decod": {}}, "decod: Extra inputs"),
+        ({"decode": {"cpu": 1}}, "decode.cpu"),
+        ({"tls": {"certificate": "x"}}, "tls.key"),
+        ("text", "file"),
+    ],
+)
+def test_what_is_no_plan_is_named_with_its_file(tmp_path, content, words):
+    file = tmp_path / "bad.yaml"
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigurationError, match=r"bad\.yaml.*" + words.replace(".", r"\.")):
+        read_plan(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"settings": {"kv_token": 5}}, "unknown setting 'kv_token'; known: .*kv_tokens"),
+        ({"settings": {"itl_target_ms": 5}}, "prefill: unknown setting 'itl_target_ms'"),
+        ({"decode": {"settings": {"name": "mine"}}}, "'name' is the deployment's own"),
+        ({"decode": {"settings": {"drain_s": 5}}}, "'drain_s' is the deployment's own"),
+        ({"decode": {"settings": {"weights": "int3"}}}, "weights"),
+        ({"decode": {"count": 0}}, "without a decode worker"),
+    ],
+)
+def test_settings_that_no_program_takes_are_refused_before_anything_starts(content, words):
+    with pytest.raises(ConfigurationError, match=words):
+        plan_of(content).check()
+
+
+def test_a_flag_counts_more_than_the_file(tmp_path):
+    file = tmp_path / "deployment.yaml"
+    file.write_text(
+        yaml.safe_dump({"settings": {"weights": "int8", "kv": "bfloat16"}, "decode": {"count": 5, "cpus": 2}})
+    )
+    plan = plan_from_flags(file, {"weights": "float16", "decode": 3, "port": 9000}, is_here=False)
+    assert plan.settings == {"weights": "float16", "kv": "bfloat16"}
+    assert (plan.decode.count, plan.decode.cpus) == (3, 2)
+    assert (plan.router.port, plan.router.grpc_port, plan.router.registry_port) == (9000, 9001, 9002)
+    assert "--threads=2" in plan.flags("decode")
+
+
+def test_plans_that_differ_in_counts_alone_are_one_deployment_scaled():
+    plan = ClusterPlan()
+    more = plan_of({"decode": {"count": 7}})
+    assert not difference(plan, more)
+    assert difference(plan, plan_of({"decode": {"cpus": 7}})) == "decode.cpus is 1.0 there and 7.0 here"
+
+
+# ------------------------------------------------------------------------------------------------------------------ room
+
+
+def node(name, cpus=4.0, gpus=0.0, **labels):
+    return NodeRoom(name, name, labels, {"CPU": cpus, "GPU": gpus})
+
+
+def worker(name, cpus=1.0, gpus=0.0, node_id="", **labels):
+    return Bundle(name, {"CPU": cpus, "GPU": gpus}, labels, node_id)
+
+
+def test_all_that_fits_fits():
+    assert shortage([worker(f"w{k}") for k in range(8)], [node("a"), node("b")]) == ""
+    assert shortage([worker("small", 1), worker("large", 4)], [node("a", 4), node("b", 1)]) == ""
+
+
+def test_what_is_missing_is_said_for_each_node():
+    text = shortage(
+        [worker("decode-1", 2, 1, kind="fast")], [node("a", 8), node("b", 1, 4, kind="fast"), node("c", kind="slow")]
+    )
+    assert "decode-1" in text
+    assert "2 CPU, 1 GPU on a node with kind=fast" in text
+    assert "a has no label kind; b has 1 CPU left; c label kind is 'slow'" in text
+
+
+def test_what_runs_already_keeps_its_place():
+    running = [worker("here", 3, node_id="a")]
+    assert shortage([*running, worker("new", 2)], [node("a", 4)])
+    assert not shortage([*running, worker("new", 1)], [node("a", 4)])
+
+
+def test_a_node_that_is_gone_frees_nobody_from_needing_another():
+    assert "lost" in shortage([worker("lost", node_id="gone")], [node("a", 0.5)])
+    assert not shortage([worker("lost", node_id="gone")], [node("a")])
+
+
+def test_no_node_at_all_is_said():
+    assert "there is no node" in shortage([worker("any")], [])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "is_selected"),
+    [("x", "x", True), ("x", "y", False), ("x", None, False), ("!x", "y", True), ("!x", "x", False), ("!x", None, True),
+     ("in(x, y)", "y", True), ("in(x,y)", "z", False), ("!in(x, y)", "z", True), ("!in(x, y)", "x", False)],
+)  # fmt: skip
+def test_label_selectors_are_rays(wanted, found, is_selected):
+    assert selects(wanted, found) is is_selected
+
+
+# ---------------------------------------------------------------------------------------------------------------- wanted
+
+
+def test_scaling_takes_free_names_from_below_and_lets_the_highest_go():
+    wanted = first_wanted(plan_of({"prefill": {"count": 1}, "decode": {"count": 3}}), True)
+    assert list(wanted.workers) == ["prefill-1", "decode-1", "decode-2", "decode-3"]
+    wanted = wanted.without("decode-1").scaled("decode", 3)
+    assert set(wanted.workers) == {"prefill-1", "decode-1", "decode-2", "decode-3"}
+    assert set(wanted.scaled("decode", 1).workers) == {"prefill-1", "decode-1"}
+
+
+def test_a_worker_that_changed_its_role_keeps_its_name_and_nobody_else_gets_it():
+    wanted = first_wanted(ClusterPlan(), True).with_role("prefill-1", "decode")
+    assert (wanted.count("prefill"), wanted.count("decode")) == (0, 2)
+    assert wanted.scaled("prefill", 1).workers == {"prefill-1": "decode", "decode-1": "decode", "prefill-2": "prefill"}
+
+
+def test_what_is_wanted_survives_being_stored():
+    wanted = first_wanted(read_plan(EXAMPLES / "ten_hosts.yaml"), False).with_router(
+        "router-1", "10.0.0.1:8002", [1, 2, 3]
+    )
+    assert wanted_of(wanted.to_json()) == wanted
+    assert wanted_of(replace(wanted, workers={}).to_json()).workers == {}
+
+
+def test_every_deployment_has_a_secret_of_its_own():
+    assert first_wanted(ClusterPlan(), True).secret != first_wanted(ClusterPlan(), True).secret

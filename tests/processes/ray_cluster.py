@@ -1,0 +1,169 @@
+"""A Ray cluster of several nodes on this machine, and deployments on it: what tests/processes/test_ray_cluster.py breaks."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+from deploy.cluster.client import ClusterClient, urls
+from deploy.cluster.plan import ClusterPlan, plan_of
+from deploy.cluster.session import until_serving
+from tests.processes.service import Service
+
+ROOT = Path(__file__).resolve().parents[2]
+STORE_BYTES = 80 * 1024 * 1024
+SIM = {"engine": "sim", "sim_shape": "llama-3.1-8b", "sim_accelerator": "l4", "kv_tokens": 40000}
+"""Some 70 ms a step."""
+QUICK_TO_SEE_DEATH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+    "prestart_worker_first_driver": False,
+}
+
+
+def ensure_token() -> None:
+    """`Cluster` leaves authentication off unless it is asked for, as no other way to start a Ray does."""
+    from ray._private.authentication import authentication_token_setup as setup
+
+    setup.enable_token_auth_by_default()
+    setup.ensure_token_if_auth_enabled(None, create_token_if_missing=True)
+
+
+class RayNodes:
+    """Node processes of a cluster: `head` has the router's processor, each other has room for four workers."""
+
+    def __init__(self, num_nodes: int):
+        import ray
+        from ray.cluster_utils import Cluster
+
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        ensure_token()
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        head: dict[str, Any] = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+        head["labels"] = {"door": "front"}
+        self._cluster: Any = Cluster(True, head_node_args={**head, "_system_config": QUICK_TO_SEE_DEATH})
+        for _ in range(num_nodes):
+            self.add_node()
+        self.address: str = self._cluster.address
+        ray.init(address=self.address, namespace="kvferry", log_to_driver=False, logging_level="ERROR")
+
+    def add_node(self) -> None:
+        labels = {"disk": "fast"}
+        self._cluster.add_node(num_cpus=4, object_store_memory=STORE_BYTES, labels=labels, resources={"slot": 4})
+
+    def kill_node(self, node_id: str) -> None:
+        """Its processes, with SIGKILL. Another one must be added for it."""
+        import ray
+
+        socket = next(one["ObjectStoreSocketName"] for one in ray.nodes() if one["NodeID"] == node_id)
+        node = next(one for one in self._cluster.worker_nodes if one.plasma_store_socket_name == socket)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    @property
+    def gcs(self) -> psutil.Process:
+        return next(one for one in psutil.Process().children(recursive=True) if "gcs_server" in one.name())
+
+    def close(self) -> None:
+        import ray
+
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+class ClusterService(Service):
+    """A deployment's HTTP door, and its controller."""
+
+    def __init__(self, client: ClusterClient, status: dict[str, Any]):
+        router = next(one["details"] for one in status["programs"] if one["role"] == "router")
+        super().__init__(SimpleNamespace(url=urls(status)[0], grpc_address=router["grpc"], children={}))  # type: ignore[arg-type]
+        self.client = client
+
+    def do(self, coroutine: Any) -> Any:
+        return asyncio.run(coroutine)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.do(self.client.status())
+
+    @property
+    def programs(self) -> dict[str, dict[str, Any]]:
+        return {one["name"]: one for one in self.status["programs"]}
+
+
+def sim_plan(model: Path, transport: str = "grpc", **more: Any) -> ClusterPlan:
+    fast = {"cpus": 1, "resources": {"slot": 1}, "labels": {"disk": "fast"}}
+    content = {
+        "model": str(model),
+        "settings": {**SIM, "transport": transport},
+        "router": {"cpus": 0.5, "labels": {"door": "front"}, "port": 0, "grpc_port": 0, "registry_port": 0},
+        "prefill": {"count": 2, **fast},
+        "decode": {"count": 2, **fast},
+    }
+    return plan_of({**content, **more})
+
+
+@contextlib.contextmanager
+def deployed(plan: ClusterPlan, namespace: str) -> Iterator[ClusterService]:
+    """For as long as the body runs; this process is connected to the cluster already."""
+    client = ClusterClient(namespace)
+
+    async def up() -> dict[str, Any]:
+        await client.find_or_start()
+        status = await client.up(plan)
+        await until_serving(status)
+        return status
+
+    service = ClusterService(client, asyncio.run(up()))
+    try:
+        yield service
+    finally:
+        asyncio.run(client.down())
+
+
+@contextlib.contextmanager
+def deployed_by_command(plan: ClusterPlan, address: str, namespace: str, folder: Path) -> Iterator[ClusterService]:
+    """As `deployed`, in a namespace that is not this process's: actors are looked up in that of the program that asks for them."""
+    file = folder / "deployment.yaml"
+    file.write_text(plan.model_dump_json())
+    at = (f"--address={address}", f"--namespace={namespace}")
+    run = kvferry("up", "--on=ray", *at, f"--deployment={file}")
+    assert run.returncode == 0, run.stderr
+    client = ClusterClient(namespace)
+
+    async def found() -> dict[str, Any]:
+        await client.find()
+        return await client.status()
+
+    try:
+        yield ClusterService(client, asyncio.run(found()))
+    finally:
+        run = kvferry("down", *at)
+        assert run.returncode == 0, run.stderr
+
+
+def kvferry(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command, as a person calls it."""
+    command = [sys.executable, "-m", "deploy", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT, env=with_token(**environment)
+    )
+
+
+def with_token(**more: str) -> dict[str, str]:
+    """An environment in which Ray shows the user's token to a cluster that is named by its address."""
+    return {**os.environ, "RAY_AUTH_MODE": "token", **more}
+
+
+def json_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)

@@ -1,0 +1,357 @@
+"""A deployment on a Ray cluster of several nodes (T045, T085, T086): simulated workers, whose answers show every wrong block."""
+
+import json
+import os
+import random
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvferry.engine.fake import fake_answer
+from kvferry.errors import ConfigurationError
+from kvferry.messages import Sampling
+from tests.processes.ray_cluster import (
+    ROOT,
+    RayNodes,
+    deployed,
+    deployed_by_command,
+    json_of,
+    kvferry,
+    sim_plan,
+    with_token,
+)
+from tests.processes.service import wait_until
+
+pytestmark = [pytest.mark.model, pytest.mark.processes]
+
+VOCABULARY = 49152
+GRACE_S = 20
+
+
+def ids(length, seed):
+    return [random.Random(f"{seed} {k}").randrange(100, 40_000) for k in range(length)]
+
+
+def right(prompt, num_tokens):
+    return fake_answer(prompt, Sampling(0, num_tokens, 0.0), VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    cluster = RayNodes(num_nodes=3)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def service(nodes, model_directory):
+    """Two prefill and two decode workers; each test leaves it so."""
+    with deployed(sim_plan(model_directory, grace_s=GRACE_S), "kvferry") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_held():
+    """The package's own looks at another deployment."""
+
+
+def place_of(service, name):
+    return service.programs[name]["node"]["node_id"]
+
+
+def streams_of(service, pool, count, num_tokens, seed):
+    """That are running when this returns: prompts, and their tokens to come."""
+    prompts = [ids(40 + 3 * k, (seed, k)) for k in range(count)]
+    coming = [pool.submit(service.stream_tokens, prompt, num_tokens) for prompt in prompts]
+    wait_until(lambda: service.total("kvferry_requests", phase="decoding") >= count * 0.9, 20, "all to decode")
+    return list(zip(prompts, coming, strict=True))
+
+
+def assert_exact(streams, num_tokens):
+    for prompt, coming in streams:
+        assert coming.result() == right(prompt, num_tokens)
+
+
+def test_workers_are_spread_and_answer_exactly_over_grpc(service):
+    places = {name: one["node"]["node_id"] for name, one in service.programs.items()}
+    assert len({places[name] for name in places if name != "router-1"}) >= 2
+    for length in (5, 17, 300):
+        prompt = ids(length, length)
+        answer = service.complete(prompt, 8)
+        assert answer["choices"][0]["token_ids"] == right(prompt, 8)
+        if length > 32:
+            assert (answer["kvferry"][0]["road"], answer["kvferry"][0]["fetched_blocks"]) == (
+                "grpc",
+                (length - 1) // 16,
+            )
+    service.wait_idle()
+
+
+def test_a_second_deployment_beside_it_answers_exactly_over_the_object_store(service, nodes, model_directory, tmp_path):
+    plan = sim_plan(model_directory, transport="ray")
+    with deployed_by_command(plan, nodes.address, "beside", tmp_path) as store:
+        assert store.url != service.url
+        for length in (17, 300, 1000):
+            prompt = ids(length, ("store", length))
+            answer = store.complete(prompt, 8)
+            assert answer["choices"][0]["token_ids"] == right(prompt, 8)
+            if length > 32:
+                assert (answer["kvferry"][0]["road"], answer["kvferry"][0]["fetched_blocks"]) == (
+                    "ray",
+                    (length - 1) // 16,
+                )
+        store.wait_idle()
+    assert service.complete(ids(20, "still"), 4)["choices"][0]["token_ids"] == right(ids(20, "still"), 4)
+
+
+def test_a_node_killed_under_load_costs_no_token_and_its_actors_come_back(service, nodes):
+    before = service.programs
+    victim = before["decode-1"]["node"]["node_id"]
+    lost = {name for name, one in before.items() if one["node"]["node_id"] == victim}
+    assert "router-1" not in lost
+    with ThreadPoolExecutor(16) as pool:
+        streams = streams_of(service, pool, 16, 60, "node")
+        nodes.kill_node(victim)
+        assert_exact(streams, 60)
+    assert service.total("kvferry_request_events_total", event="worker_losses") > 0
+    wait_until(lambda: all(service.programs[name]["is_ready"] for name in before), 40, "the lost ones to come back")
+    after = service.programs
+    assert all(after[name]["node"]["node_id"] != victim for name in lost)
+    assert {name: after[name]["num_starts"] for name in before if name not in lost} == {
+        name: one["num_starts"] for name, one in before.items() if name not in lost
+    }
+    nodes.add_node()
+    service.wait_idle()
+
+
+def test_running_traffic_does_not_notice_that_the_control_store_is_away(service, nodes):
+    gcs = nodes.gcs
+    with ThreadPoolExecutor(8) as pool:
+        streams = streams_of(service, pool, 6, 120, "gcs")
+        gcs.send_signal(signal.SIGSTOP)
+        try:
+            stopped = time.monotonic()
+            while time.monotonic() < stopped + 10:
+                prompt = ids(100, ("away", time.monotonic()))
+                began = time.monotonic()
+                assert service.tokens(prompt, 4) == right(prompt, 4)
+                assert time.monotonic() - began < 2
+        finally:
+            gcs.send_signal(signal.SIGCONT)
+        assert_exact(streams, 120)
+    starts = {name: one["num_starts"] for name, one in service.programs.items()}
+    time.sleep(3)
+    assert {name: one["num_starts"] for name, one in service.programs.items()} == starts
+    assert all(one["is_ready"] for one in service.programs.values())
+
+
+def test_scaling_down_under_load_costs_no_client_anything(service):
+    service.do(service.client.scale(3, 3))
+    assert {"prefill-3", "decode-3"} <= set(service.programs)
+    losses = service.total("kvferry_request_events_total", event="worker_losses")
+    with ThreadPoolExecutor(40) as pool:
+        streams = streams_of(service, pool, 40, 60, "scale")
+        service.do(service.client.scale(1, 1))
+        assert_exact(streams, 60)
+    assert set(service.programs) == {"router-1", "prefill-1", "decode-1"}
+    assert service.total("kvferry_request_events_total", event="worker_losses") == losses, "they drained"
+    service.do(service.client.scale(2, 2))
+    service.wait_idle()
+
+
+def test_a_worker_changes_its_role_in_the_same_process(service):
+    pid = service.programs["prefill-2"]["node"]["pid"]
+    with ThreadPoolExecutor(6) as pool:
+        streams = streams_of(service, pool, 6, 30, "role")
+        service.do(service.client.change_role("prefill-2", "decode"))
+        assert_exact(streams, 30)
+    assert service.programs["prefill-2"]["node"]["pid"] == pid
+    assert service.status["wanted"] == {"prefill": 1, "decode": 3}
+    with ThreadPoolExecutor(12) as pool:
+        streams = streams_of(service, pool, 12, 30, "as decode")
+        assert service.total("kvferry_worker_sequences", worker="prefill-2") > 0
+        assert_exact(streams, 30)
+    service.do(service.client.change_role("prefill-2", "prefill"))
+    prompt = ids(200, "back")
+    assert service.tokens(prompt, 6) == right(prompt, 6)
+    service.wait_idle()
+
+
+def test_drain_takes_a_worker_out_and_the_last_one_stays(service):
+    with ThreadPoolExecutor(6) as pool:
+        streams = streams_of(service, pool, 6, 30, "drain")
+        service.do(service.client.drain("decode-2"))
+        assert_exact(streams, 30)
+    assert service.status["wanted"] == {"prefill": 2, "decode": 1}
+    with pytest.raises(ConfigurationError, match="only decode worker"):
+        service.do(service.client.drain("decode-1"))
+    with pytest.raises(ConfigurationError, match="no worker 'decode-9'; there are"):
+        service.do(service.client.drain("decode-9"))
+    service.do(service.client.scale(None, 2))
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "ray.kill"])
+def test_a_killed_controller_comes_back_and_adopts_what_runs(service, how):
+    import ray
+
+    controller = service.status["controller"]["pid"]
+    before = {name: (one["node"]["pid"], one["num_starts"]) for name, one in service.programs.items()}
+    with ThreadPoolExecutor(4) as pool:
+        streams = streams_of(service, pool, 4, 60, "controller")
+        if how == "SIGKILL":
+            os.kill(controller, signal.SIGKILL)
+        else:
+            ray.kill(ray.get_actor("controller", "kvferry"), no_restart=False)
+        assert_exact(streams, 60)
+    wait_until(lambda: is_ready_again(service), 20, "the controller")
+    assert {name: (one["node"]["pid"], one["num_starts"]) for name, one in service.programs.items()} == before
+
+
+def is_ready_again(service):
+    try:
+        programs = service.programs
+    except Exception:
+        return False
+    return len(programs) == 5 and all(one["is_ready"] for one in programs.values())
+
+
+def test_a_second_up_adopts_and_the_commands_say_what_runs(service, nodes, model_directory, tmp_path):
+    at = f"--address={nodes.address}"
+    before = {name: one["node"]["pid"] for name, one in service.programs.items()}
+    file = tmp_path / "deployment.yaml"
+    file.write_text(sim_plan(model_directory, grace_s=GRACE_S).model_dump_json())
+    run = kvferry("up", "--on=ray", at, f"--deployment={file}")
+    assert run.returncode == 0, run.stderr
+    assert "kvferry is ready" in run.stdout
+    found = json_of(kvferry("status", at, "--json"))
+    assert {one["name"]: one["node"]["pid"] for one in found["programs"]} == before
+    run = kvferry("up", "--on=ray", at, f"--deployment={file}", "--kv-tokens=20000")
+    assert run.returncode == 2
+    assert "settings.kv_tokens is 40000 there and 20000 here" in run.stderr.replace("\n", " ")
+    assert json_of(kvferry("status", at, "--json"))["wanted"] == {"prefill": 2, "decode": 2}
+
+
+def test_load_from_all_nodes_counts_every_stream(service, nodes):
+    flags = ("--requests=12", "--concurrency=6", "--input-tokens=40", "--output-tokens=4")
+    run = kvferry("bench", "load", "--on=ray", f"--address={nodes.address}", *flags, "--json")
+    assert run.returncode == 0, run.stderr
+    figures = {one["figure"]: one for one in map(json.loads, run.stdout.splitlines())}
+    assert figures["succeeded"]["value"] == figures["ttft_p50"]["n"] == 12
+    assert "from 4 node(s)" in run.stderr
+    run = kvferry("bench", "load", "--on=ray", f"--address={nodes.address}", *flags, "--url=http://127.0.0.1:1")
+    assert run.returncode == 2
+    assert "nothing answers at http://127.0.0.1:1" in run.stderr.replace("\n", " ")
+
+
+def test_what_the_cluster_cannot_hold_is_said_at_once_and_changes_nothing(service):
+    began = time.monotonic()
+    with pytest.raises(
+        ConfigurationError, match=r"no node has room for decode-\d+: it needs 1 CPU, 1 slot on a node with disk=fast"
+    ):
+        service.do(service.client.scale(2, 40))
+    assert time.monotonic() - began < 5
+    assert service.status["wanted"] == {"prefill": 2, "decode": 2}
+
+
+@pytest.mark.parametrize(
+    ("pool", "words"),
+    [
+        ({"gpus": 1}, "has 0 GPU left"),
+        ({"labels": {"accelerator": "h100"}}, "has no label accelerator"),
+        ({"labels": {"disk": "slow"}}, "label disk is 'fast'"),
+        ({"cpus": 64}, "CPU left"),
+    ],
+)
+def test_a_plan_that_fits_nowhere_says_what_is_missing_on_which_node(nodes, model_directory, pool, words):
+    began = time.monotonic()
+    with (
+        pytest.raises(ConfigurationError, match=words) as caught,
+        deployed(sim_plan(model_directory, prefill=pool), "never"),
+    ):
+        pass
+    assert "192.0.2" in str(caught.value) or socket.gethostname() in str(caught.value)
+    assert time.monotonic() - began < 10
+
+
+def test_a_model_that_is_not_on_a_node_is_named_with_the_node(nodes, tmp_path):
+    began = time.monotonic()
+    missing = tmp_path / "nowhere"
+    with (
+        pytest.raises(ConfigurationError, match="nowhere is not there") as caught,
+        deployed(sim_plan(missing), "never"),
+    ):
+        pass
+    assert socket.gethostname() in caught.value.message
+    assert time.monotonic() - began < 20
+
+
+def test_an_address_where_nothing_or_something_else_listens_is_said_in_bounded_time():
+    run = kvferry("status", "--address=127.0.0.1:1")
+    assert run.returncode == 2
+    assert "no Ray at 127.0.0.1:1" in run.stderr
+    for address in ("somewhere", "ray://127.0.0.1:10001"):
+        assert kvferry("status", f"--address={address}").returncode == 2
+
+
+def test_ray_keeps_asking_for_its_token(nodes):
+    run = kvferry("status", f"--address={nodes.address}", RAY_AUTH_MODE="disabled")
+    assert run.returncode == 2
+    assert "If the cluster wants a token, set RAY_AUTH_MODE=token" in run.stderr.replace("\n", " ")
+
+
+def test_another_version_of_ray_is_said(nodes):
+    import subprocess
+    import sys
+
+    code = (
+        "import ray, sys; ray.__version__ = '1.0.0'; from deploy.cli import main;"
+        f"sys.argv = ['kvferry', 'status', '--address={nodes.address}']; main()"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=with_token()
+    )
+    assert run.returncode == 2, run.stderr
+    assert "other versions than this environment" in run.stderr.replace("\n", " ")
+
+
+def last_line(service, num_tokens):
+    body = {"prompt": "once", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    with service.http.stream("POST", "/v1/completions", json=body) as response:
+        return [line for line in response.iter_lines() if line and not line.endswith("[DONE]")][-1]
+
+
+def test_down_ends_all_of_it_and_the_next_command_says_that_nothing_runs(nodes, model_directory):
+    import ray
+
+    plan = sim_plan(model_directory, prefill={"count": 0}, decode={"count": 1})
+    with ThreadPoolExecutor(1) as pool, deployed(plan, "brief") as brief:
+        assert brief.http.get("/health/ready").json()["status"] == "degraded"
+        coming = pool.submit(last_line, brief, 500)
+        wait_until(lambda: brief.total("kvferry_requests", phase="decoding") == 1, 10, "the stream")
+    assert "the router is shutting down; try again" in coming.result()
+    wait_until(
+        lambda: not [one for one in ray.util.list_named_actors(True) if one["namespace"] == "brief"],
+        5,
+        "its actors to end",
+    )
+    run = kvferry("status", f"--address={nodes.address}", "--namespace=brief")
+    assert run.returncode == 2
+    assert "no deployment in namespace brief" in run.stderr.replace("\n", " ")
+
+
+def test_a_checkout_that_is_sent_as_working_directory_is_what_runs(nodes, model_directory):
+    """What `ray job submit --working-dir` sets for its driver; the rest of it needs Ray's dashboard."""
+    job = {"runtime_env": {"working_dir": str(ROOT)}}
+    at = (f"--address={nodes.address}", "--namespace=sent")
+    flags = ("--engine=sim", "--port=0", "--prefill=0", f"--model={model_directory}")
+    run = kvferry("up", "--on=ray", *at, *flags, RAY_JOB_CONFIG_JSON_ENV_VAR=json.dumps(job))
+    assert run.returncode == 0, run.stderr
+    try:
+        programs = json_of(kvferry("status", *at, "--json"))["programs"]
+        assert len(programs) == 2
+        assert all("working_dir_files" in one["node"]["code"] for one in programs)
+    finally:
+        kvferry("down", *at)
