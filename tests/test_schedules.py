@@ -46,7 +46,8 @@ from router.live import Live, LiveState, wait_all
 from tests.faulty_roads import ROADS, faulty, small_frames
 from tests.in_process import BLOCK, Deployment, Node, VirtualExecutor, deployment, limits_of
 
-NUM_SCHEDULES, SCHEDULES_PER_CASE = 1000, 100
+NUM_SCHEDULES, NUM_IN_MAKE_TEST, SCHEDULES_PER_CASE = 1000, 400, 100
+"""The others are run by `make soak`."""
 LIMIT_S = 60.0
 """Of virtual time, for a request: an orphaned one waits so long."""
 CALM_S = 20.0
@@ -394,7 +395,12 @@ def test_the_schedules_have_every_fault_road_and_size():
     assert sum(ask.leaves_after_s is not None for ask in asks) >= 1000
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, SCHEDULES_PER_CASE))
+FIRSTS = range(0, NUM_SCHEDULES, SCHEDULES_PER_CASE)
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(k, marks=[pytest.mark.soak] if k >= NUM_IN_MAKE_TEST else []) for k in FIRSTS]
+)
 def test_every_request_ends_exactly_or_as_its_schedule_explains_and_nothing_is_held(first):
     happened: Counter[str] = Counter()
     for seed in range(first, first + SCHEDULES_PER_CASE):
