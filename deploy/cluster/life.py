@@ -25,6 +25,10 @@ class MemoryInUse:
     def __init__(self) -> None:
         self._read_at, self._memory = -MEMORY_FRESH_S, Memory(0, 0)
 
+    def forget(self) -> None:
+        """What was read: it has changed by much."""
+        self._read_at = -MEMORY_FRESH_S
+
     @property
     def now(self) -> Memory:
         if time.monotonic() >= self._read_at + MEMORY_FRESH_S:

@@ -188,6 +188,8 @@ class ProgramActor:
         told.share = float(said.pop("share", told.share))
         told.state = str(said.pop("state", told.state))
         told.details.update({name: str(value) for name, value in said.items()})
+        if told.state in ("listening", "ready"):
+            self._memory.forget()
         self._changed()
 
     def _changed(self) -> None:

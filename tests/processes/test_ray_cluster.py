@@ -296,6 +296,7 @@ def test_an_address_where_nothing_or_something_else_listens_is_said_in_bounded_t
         assert kvferry("status", f"--address={address}").returncode == 2
 
 
+@pytest.mark.soak  # Ray itself tries for 20 s
 def test_ray_keeps_asking_for_its_token(nodes):
     run = kvferry("status", f"--address={nodes.address}", RAY_AUTH_MODE="disabled")
     assert run.returncode == 2
