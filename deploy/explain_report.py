@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.engine.sim import accelerator_called, costs_of
+from kvferry.engine.sim import accelerator_called, costs_of, kv_tokens_of
 from kvferry.errors import ConfigurationError
 from kvferry.shape import read_shape
 from loadtest.report import percentile
@@ -97,14 +97,11 @@ def _pools(plan: PoolsPlan, make: Any) -> Pools:
     """Raises ConfigurationError."""
     shape, accelerator = read_shape(plan.shape), accelerator_called(plan.accelerator)
     costs, reached = costs_of(shape), accelerator.reached
-    room = accelerator.memory_bytes * 0.9 - shape.weight_bytes("float16")
-    if room <= 0:
-        raise ConfigurationError(f"the weights of {shape.name} do not fit into the memory of {accelerator.name}")
     flops = 2 * costs.num_projection_weights + costs.flops_per_key * PROMPT_TOKENS / 2
     weights_s = (costs.num_projection_weights + costs.num_output_weights) * costs.bytes_per_weight / reached.bytes_per_s
     fields = {
         "tokens_per_s": reached.flops_per_s / flops,
-        "pool_tokens": int(room / costs.kv_bytes_per_token),
+        "pool_tokens": kv_tokens_of(shape, accelerator),
         "step_base_s": weights_s + accelerator.step_s,
         "step_slope_s": PROMPT_TOKENS * costs.kv_bytes_per_token / reached.bytes_per_s,
     }

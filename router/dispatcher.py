@@ -6,7 +6,6 @@ never waits for a client. Where a request goes is placer.py's to say, who waits 
 """
 
 import asyncio
-import heapq
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,6 +36,8 @@ from kvferry.streams import Dialer
 from kvferry.text.model_text import ModelText
 from kvferry.turns import start_in_order
 from router.admission import Admission, FairQueue, QueueLimits
+from router.apart import Apart
+from router.deadlines import Deadlines
 from router.decode_link import SILENCE_S, DecodeLink
 from router.idempotency import LiveKeys
 from router.journal import Acceptance
@@ -76,9 +77,7 @@ class Dispatcher:
         self._lives: dict[int, Live] = {}
         self._queue = FairQueue()
         self._admission = Admission(self._queue, limits.queue)
-        self._apart: dict[int, Live] = {}  # under whom a worker died: they wait beside the queue, and hold up nobody
-        self._reserved: Member | None = None  # for the first of them that must be alone
-        self._deadlines: list[tuple[float, int]] = []  # a heap; of requests that have ended, too
+        self._apart, self._deadlines = Apart(), Deadlines()
         self._retries, self._refused, self._keys = RetryBudget(), Refused(), LiveKeys()
         self._links: dict[str, tuple[DecodeLink, asyncio.Task[None]]] = {}
         self._placed: dict[int, tuple[Member, Member | None]] = {}
@@ -119,10 +118,8 @@ class Dispatcher:
         self._wait_in_queue(live, now)
         self.counters["accepted"] += 1
         self._place_waiting()
-        if (
-            live in self._queue or self._deadlines[0][1] == live.number
-        ):  # `run` sleeps until an earlier time, or for ever
-            self._work.ring()
+        if live in self._queue or self._deadlines.is_first(live.number):
+            self._work.ring()  # `run` sleeps until another one's deadline, or for ever
         return live
 
     def submit_all(self, requests: Sequence[GenerationRequest], key: str | None = None) -> tuple[Live, ...]:
@@ -222,9 +219,10 @@ class Dispatcher:
     def _place_waiting(self) -> None:
         now = self._now()
         self._expire(now)
-        for live in list(self._apart.values()):
-            self._try_apart(live, now)
-        self._reserve(now)
+        if not self._apart.is_idle:
+            for live in self._apart:
+                self._try_apart(live, now)
+            self._apart.reserve(self.members.of(Role.DECODE), now)
         if not len(self._queue):
             return
         limit = self.placer.most_kv_tokens()  # what is larger waits for another worker, and holds up nobody
@@ -234,17 +232,11 @@ class Dispatcher:
     def _wait_in_queue(self, live: Live, now: float) -> None:
         live.queued_s = now
         if live.deaths.are_open:
-            self._apart[live.number] = live
+            self._apart.push(live)
         else:
             self._queue.push(live)
-        self._wake_at(self._queue_deadline_s(live), live)
-        self._wake_at(live.deadline_s, live)
-
-    def _wake_at(self, at_s: float, live: Live) -> None:
-        heapq.heappush(self._deadlines, (at_s, live.number))
-        if len(self._deadlines) > 4 * len(self._lives) + 1024:
-            self._deadlines = [entry for entry in set(self._deadlines) if entry[1] in self._lives]
-            heapq.heapify(self._deadlines)
+        self._deadlines.add(self._queue_deadline_s(live), live.number, self._lives)
+        self._deadlines.add(live.deadline_s, live.number, self._lives)
 
     def _try_place(self, live: Live, now: float) -> bool:
         placement = self.placer.place(live, now)
@@ -268,24 +260,8 @@ class Dispatcher:
             return
         placement = self.placer.place(live, now)
         if placement is not None:
-            del self._apart[live.number]
+            self._apart.discard(live)
             self._open(live, placement, now)
-
-    def _reserve(self, now: float) -> None:
-        """Nobody else is placed on one worker as long as somebody waits to be alone there."""
-        is_wanted = any(live.deaths.is_suspect(now) for live in self._apart.values())
-        if is_wanted and self._reserved is None:
-            usable = [
-                m for m in self.members.of(Role.DECODE) if m.is_attached and m.state == "ready" and not m.is_alone
-            ]
-            self._reserved = min(usable, key=lambda member: member.num_active, default=None)
-            if self._reserved is not None:
-                self._reserved.is_alone = True
-        elif not is_wanted and self._reserved is not None:
-            self._reserved.is_alone = any(
-                live.runs_apart for live in self._lives.values() if self._is_on(live, self._reserved)
-            )
-            self._reserved = None
 
     def _open(self, live: Live, placement: Placement, now: float) -> None:
         decode = self.members.at_row(placement.decode_row)
@@ -301,7 +277,7 @@ class Dispatcher:
         live.runs_apart = live.deaths.is_suspect(now)
         if live.runs_apart:
             decode.is_alone = True
-            self._reserved = None if self._reserved is decode else self._reserved
+            self._apart.took(decode)
         if prefill is not None:
             prefill.num_active += 1
             prefill.num_placed += 1
@@ -358,7 +334,7 @@ class Dispatcher:
         if live.runs_apart:
             live.runs_apart = decode.is_alone = False
         self.members.view.has_computed(decode.row, live.number)
-        if len(self._queue) or self._apart:
+        if len(self._queue) or len(self._apart):
             self._work.ring()
 
     def _release_prefill(self, live: Live, placed: tuple[Member, Member | None]) -> None:
@@ -403,7 +379,7 @@ class Dispatcher:
             if may_have_died and live.has_begun:
                 description = member.description
                 live.deaths.add(Death(description.worker_id, description.incarnation, now, was_alone))
-                self._wake_at(now + VERDICT_S, live)
+                self._deadlines.add(now + VERDICT_S, live.number, self._lives)
             self._queue_again(live, f"its decode worker was lost: {reason}", is_loss=True)
         self._work.ring()
 
@@ -507,7 +483,7 @@ class Dispatcher:
     def _end(self, live: Live, state: LiveState, error: KvferryError | None = None) -> None:
         if live in self._queue:
             self._queue.remove(live)
-        self._apart.pop(live.number, None)
+        self._apart.discard(live)
         if state is LiveState.CANCELLED or (state is LiveState.FINISHED and live.request.stops):
             self._cancel_on_worker(live)  # else the worker has ended it by itself
         self._release(live)
@@ -540,8 +516,8 @@ class Dispatcher:
         return min(live.queued_s + self.limits.queue_timeout_s, live.deadline_s)
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            live = self._lives.get(heapq.heappop(self._deadlines)[1])
+        for number in self._deadlines.due(now):
+            live = self._lives.get(number)
             if live is None:
                 continue
             if now >= live.deadline_s:
@@ -559,9 +535,8 @@ class Dispatcher:
         return Overloaded(f"{waited} for room in the decode pool: it is full; try again later", retry_after_s=5)
 
     def _next_timeout(self) -> float | None:
-        while self._deadlines and self._deadlines[0][1] not in self._lives:
-            heapq.heappop(self._deadlines)
-        return max(self._deadlines[0][0] - self._now(), 0.001) if self._deadlines else None
+        next_s = self._deadlines.next_s(self._lives)
+        return None if next_s is None else max(next_s - self._now(), 0.001)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

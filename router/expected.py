@@ -6,7 +6,8 @@ elsewhere. What is expected is forgotten after a few seconds: by then the worker
 
 from collections.abc import Sequence
 
-from router.index import ANNOUNCED_EVERY, Held, PrefixIndex
+from kvferry.kv.block_id import announced
+from router.index import Held, PrefixIndex
 
 GENERATION_S = 4.0
 
@@ -20,8 +21,7 @@ class ExpectedBlocks:
 
     def add(self, row: int, block_ids: Sequence[bytes], now: float) -> None:
         self._turn(now)
-        points = [*block_ids[ANNOUNCED_EVERY - 1 :: ANNOUNCED_EVERY], *block_ids[-1:]]
-        self._young.add(row, points)
+        self._young.add(row, announced(block_ids))
 
     def remove(self, row: int, block_ids: Sequence[bytes]) -> None:
         """It had them, and has them no longer."""

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvferry.kv.block_id import ANNOUNCED_EVERY
+
 KEY_BYTES = 8
 NUM_SHARDS = 256
 MAX_SHARED_SETS = 65536
-ANNOUNCED_EVERY = 8
-"""As kvferry/engine/sequence.py does."""
 
 
 def keys_of(block_ids: Iterable[bytes]) -> list[int]:

@@ -241,18 +241,15 @@ def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], sour
     harm_s = np.where(missing > demand.local_tokens, fetching_s * STREAMS_FIRST * active, 0.0)
     if len(sources):
         wait_s = columns.waiting_tokens[sources] / columns.tokens_per_s[sources]
-        total_s = (
-            wait_s
-            + (num_blocks - np.minimum(columns.held_blocks[sources], num_blocks)) * size / columns.tokens_per_s[sources]
-        )
+        lacking = num_blocks - np.minimum(columns.held_blocks[sources], num_blocks)
+        total_s = wait_s + lacking * size / columns.tokens_per_s[sources]
         if len(sources) > NUM_COMPARED_SOURCES:
             best = np.argpartition(total_s, NUM_COMPARED_SOURCES)[:NUM_COMPARED_SOURCES]
             sources, wait_s = sources[best], wait_s[best]
         held, block_s = columns.held_blocks[rows], size / columns.tokens_per_s[sources]
         start = np.maximum(columns.held_blocks[sources][:, None], np.minimum(held, num_blocks)[None, :])
-        times_s = (num_blocks - start) * block_s[
-            :, None
-        ]  # one row for each source: long rows are what numpy is fast at
+        # One row for each source: long rows are what numpy is fast at.
+        times_s = (num_blocks - start) * block_s[:, None]
         times_s += wait_s[:, None]
         remote_s = times_s.min(axis=0) + FETCH_S
         is_here = fetching_s + harm_s <= remote_s

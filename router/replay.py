@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry.kv.block_id import announced
 from router.index import PrefixIndex
 from router.placement import POLICIES, Columns, Demand, Placement, place
 from router.view import held_by_row
 
 BLOCK_SIZE = 16
-EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,5 @@ class Replay:
         gone: list[int] = []
         while len(cache.keys) > cache.max_blocks:
             gone.append(cache.keys.popitem(last=False)[0])
-        points = [*keys[EVERY - 1 :: EVERY], *keys[-1:]]
-        self._index.add(row, (key.to_bytes(16, "little") for key in points))
+        self._index.add(row, (key.to_bytes(16, "little") for key in announced(keys)))
         self._index.remove(row, (key.to_bytes(16, "little") for key in gone))

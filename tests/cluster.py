@@ -297,8 +297,7 @@ class Cluster:
         dispatcher, members, view = router.dispatcher, router.members, router.members.view
         assert not dispatcher.lives
         assert not dispatcher._placed
-        assert not dispatcher._apart
-        assert dispatcher._reserved is None
+        assert dispatcher._apart.is_idle
         assert not dispatcher._keys._entries
         queue = dispatcher._queue
         assert len(queue) == queue.num_tokens == queue.num_bytes == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.engine.plan import Plan, StepResult
-from kvferry.errors import EngineFailure, InvalidRequest, NoWorker, Overloaded
+from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Sampling
 from loadtest.virtual_time import run_virtual
 from router.idempotency import seed_of
@@ -976,5 +976,17 @@ def test_a_router_that_dies_costs_the_other_nothing_and_its_clients_a_retry_with
             await wait_all(of_alive)
             assert all(live.journal.attempt == 1 for live in of_alive)
             await made.quiet()
+
+    run_virtual(main)
+
+
+def test_a_time_limit_that_is_over_at_once_is_the_requests_own_error():
+    """On an idle router, where no other deadline is known."""
+
+    async def main():
+        async with deployment("d1") as d:
+            live = d.submit(prompt_of(20), 4, timeout_s=1e-16)
+            assert isinstance(live.error, DeadlineExceeded)
+            await d.quiet()
 
     run_virtual(main)

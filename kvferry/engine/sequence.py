@@ -4,12 +4,10 @@ Shared by both policies. It keeps the invariant that `slots[k]` covers tokens [k
 referenced if whole, being filled otherwise; all of it lives in one hold. Knows no I/O and no clock.
 """
 
-from kvferry.kv.block_id import extend_chain, num_whole_blocks_before_tail
+from kvferry.kv.block_id import ANNOUNCED_EVERY, extend_chain, num_whole_blocks_before_tail
 from kvferry.kv.pool import BlockPool, Hold
 
 PADDING_SLOT = 0
-ANNOUNCED_EVERY = 8
-"""Of a chain's blocks, routers are told of every so many, and of the last."""
 
 
 class Sequence:

@@ -76,6 +76,14 @@ def costs_of(shape: ModelShape, weights: str = "float16", kv: str = "float16") -
     )
 
 
+def kv_tokens_of(shape: ModelShape, accelerator: Accelerator) -> int:
+    """That fit beside 16-bit weights. Raises ConfigurationError."""
+    room = accelerator.memory_bytes * 0.9 - shape.weight_bytes("float16")
+    if room <= 0:
+        raise ConfigurationError(f"the weights of {shape.name} do not fit into the memory of {accelerator.name}")
+    return int(room / shape.kv_bytes_per_token("float16"))
+
+
 class PacedLink:
     """The worker's way out: one block after the other, each as long as the shape's true bytes would take."""
 
@@ -127,11 +135,8 @@ def sim_worker(
     vocabulary_size: int = 0,
 ) -> SimWorker:
     """16-bit weights and KV. `vocabulary_size`: of the tokenizer in front of it; 0: the shape's. Raises ConfigurationError."""
-    room = accelerator.memory_bytes * 0.9 - shape.weight_bytes("float16")
-    if room <= 0:
-        raise ConfigurationError(f"the weights of {shape.name} do not fit into the memory of {accelerator.name}")
-    costs = costs_of(shape)
-    tokens = kv_tokens or int(room / costs.kv_bytes_per_token)
+    most, costs = kv_tokens_of(shape, accelerator), costs_of(shape)
+    tokens = kv_tokens or most
     engine = fake_engine(
         max(tokens // block_size, 1),
         block_size,

@@ -7,8 +7,11 @@ content goes in: no process, no clock, no hash seed. Called by router and worker
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import TypeVar
 
 BLOCK_ID_BYTES = 16
+ANNOUNCED_EVERY = 8
+"""Of a chain's blocks, workers tell routers of every so many, and of the last."""
 
 
 def chain_root(model_id: str, fidelity: str, salt: bytes = b"") -> bytes:
@@ -37,6 +40,14 @@ def extend_chain(ids: list[bytes], root: bytes, tokens: Sequence[int], block_siz
 def chain(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     """The ids of the whole blocks of `tokens`: len(tokens) // block_size of them."""
     return extend_chain([], root, tokens, block_size)
+
+
+T = TypeVar("T")
+
+
+def announced(chain_of: Sequence[T]) -> list[T]:
+    """What of a chain (of ids, or of whatever stands for them) is told; the last may be there twice."""
+    return [*chain_of[ANNOUNCED_EVERY - 1 :: ANNOUNCED_EVERY], *chain_of[-1:]]
 
 
 def num_whole_blocks_before_tail(num_tokens: int, block_size: int) -> int:

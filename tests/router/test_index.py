@@ -5,18 +5,14 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.kv.block_id import chain
-from router.index import ANNOUNCED_EVERY, NUM_SHARDS, PrefixIndex, keys_of
+from kvferry.kv.block_id import ANNOUNCED_EVERY, announced, chain
+from router.index import NUM_SHARDS, PrefixIndex, keys_of
 
 ROOT = b"r" * 16
 
 
 def ids_of(num_blocks, seed=1):
     return chain(ROOT, [random.Random(f"{seed} {k}").randrange(999) for k in range(num_blocks)], 1)
-
-
-def announced(ids):
-    return [*ids[ANNOUNCED_EVERY - 1 :: ANNOUNCED_EVERY], *ids[-1:]]
 
 
 def held(index, ids):
