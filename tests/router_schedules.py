@@ -24,7 +24,8 @@ from router.losses import VERDICT_S
 from router.placement import POLICIES
 from router.request import GenerationRequest
 from tests.cluster import Cluster, Router, cluster, exact_answer
-from tests.faulty_roads import ROADS, faulty, small_frames
+from tests.drawn import DrawnWorker, Fault
+from tests.faulty_roads import ROADS
 from tests.in_process import BLOCK, limits_of
 
 NUM_ASKS = 50
@@ -67,31 +68,6 @@ class Ask:
     @property
     def num_kv_tokens(self) -> int:
         return len(self.request.prompt_tokens) + self.request.sampling.max_tokens - 1
-
-
-@dataclass(frozen=True)
-class DrawnWorker:
-    num_slots: int
-    max_step_tokens: int
-    max_local_tokens: int
-    max_sequences: int
-    road: str
-    frame_blocks: int
-    fault_of_roads: str
-
-    def settings(self, seed: object) -> dict[str, Any]:
-        names = ("num_slots", "max_step_tokens", "max_local_tokens", "max_sequences")
-        roads = (faulty(road, self.fault_of_roads, seed) for road in small_frames(self.frame_blocks, self.road))
-        return {name: getattr(self, name) for name in names} | {"roads": tuple(roads)}
-
-
-@dataclass(frozen=True)
-class Fault:
-    at_s: float
-    kind: str
-    name: str
-    for_s: float
-    """Until it is over, or the new worker comes. Those AT_ONCE are over, or for good."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +205,7 @@ def _worker(rng: random.Random, name: str, asks: tuple[Ask, ...], road: str) -> 
         max_step_tokens=rng.choice((64, 256, 2048)),
         max_local_tokens=rng.choice((0, 32, 512)),
         max_sequences=rng.choice((4, 16, 64)),
-        road=road,
+        roads=road,
         frame_blocks=rng.choice((1, 4, 1024)),
         fault_of_roads=rng.choice(("", "", "", "", "", "", "slow", "damage", "break")),
     )

@@ -43,6 +43,7 @@ from kvferry.worker.settings import WorkerSettings
 from loadtest.virtual_time import run_virtual
 from prefill_worker.worker import PrefillWorker
 from router.live import Live, LiveState, wait_all
+from tests.drawn import DrawnWorker, Fault
 from tests.faulty_roads import ROADS, faulty, small_frames
 from tests.in_process import BLOCK, Deployment, Node, VirtualExecutor, deployment, limits_of
 
@@ -71,31 +72,6 @@ class Ask:
     @property
     def num_kv_tokens(self) -> int:
         return len(self.prompt) + self.sampling.max_tokens - 1
-
-
-@dataclass(frozen=True)
-class DrawnWorker:
-    num_slots: int
-    max_step_tokens: int
-    max_local_tokens: int
-    max_sequences: int
-    roads: str
-    frame_blocks: int
-    fault_of_roads: str
-
-    def settings(self, seed: object) -> dict[str, Any]:
-        names = ("num_slots", "max_step_tokens", "max_local_tokens", "max_sequences")
-        roads = (faulty(road, self.fault_of_roads, seed) for road in small_frames(self.frame_blocks, self.roads))
-        return {name: getattr(self, name) for name in names} | {"roads": tuple(roads)}
-
-
-@dataclass(frozen=True)
-class Fault:
-    at_s: float
-    kind: str
-    name: str
-    for_s: float
-    """Until it is over, or the new one comes. Those AT_ONCE are over, or for good."""
 
 
 @dataclass(frozen=True)
