@@ -36,10 +36,6 @@ class MeasuredRates:
             end = max(chunk.start + len(chunk.tokens) for chunk in plan.chunks)
             _mix(self.tokens_per_s, bucket(end), num_behind / duration_s)
 
-    def _forget_the_oldest(self) -> None:
-        while len(self.link_bytes_per_s) > MAX_LINKS:
-            self.link_bytes_per_s.pop(next(iter(self.link_bytes_per_s)))
-
     def probed(self, source_id: str, bytes_per_s: float) -> None:
         """By a single frame, when the two met: holds until there is something better."""
         if source_id not in self.link_bytes_per_s:
@@ -55,6 +51,12 @@ class MeasuredRates:
                 self.link_bytes_per_s.pop(source_id, None)
             _mix(self.link_bytes_per_s, source_id, num_bytes / duration_s)
             self._forget_the_oldest()
+
+    def _forget_the_oldest(self) -> None:
+        while len(self.link_bytes_per_s) > MAX_LINKS:
+            source_id = next(iter(self.link_bytes_per_s))
+            del self.link_bytes_per_s[source_id]
+            self._only_probed.discard(source_id)
 
 
 K = TypeVar("K")
