@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +125,13 @@ def completion_body(prompt: Any, max_tokens: int, **fields: Any) -> dict[str, An
     return {**base, **fields}
 
 
-def wait_until(is_true: Any, timeout_s: float, what: str) -> None:
+def wait_until(what_is_true: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Returns what was true: asked a second time, it may be so no more."""
     ends = time.monotonic() + timeout_s
-    while not is_true():
+    while not (found := what_is_true()):
         assert time.monotonic() < ends, f"waited {timeout_s} s for {what}"
         time.sleep(0.05)
+    return found
 
 
 @contextlib.contextmanager

@@ -85,8 +85,8 @@ def kill_under_streams(service: Service, num_kills: int) -> list[float]:
         lanes = Lanes(clients, bodies)
         for _ in range(num_kills):
             wait_until(lambda: lanes.turn() or set(names) <= ready_ones(service), 60, "all to be ready")
-            wait_until(lambda: lanes.turn() or busy_ones(service, names), 20, "a worker to be busy")
-            victim = min(busy_ones(service, names), key=lambda name: service.deployment.children[name].num_starts)
+            busy = wait_until(lambda: lanes.turn() or busy_ones(service, names), 20, "a worker to be busy")
+            victim = min(busy, key=lambda name: service.deployment.children[name].num_starts)
             kill(service, victim, lanes)
         wait_until(lambda: lanes.turn(is_over=True) or not lanes.num_pending, 60, "the last streams")
     for lane, answer in lanes.answers:

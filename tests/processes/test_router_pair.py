@@ -125,10 +125,10 @@ def wait_full(router: Service, count: int) -> set[str]:
     names = ("decode-1", "decode-2")
 
     def full() -> set[str]:
-        return {name for name in names if sequences(router, name) >= MAX_SEQUENCES}
+        found = {name for name in names if sequences(router, name) >= MAX_SEQUENCES}
+        return found if len(found) == count else set()
 
-    wait_until(lambda: len(full()) == count, 10, f"{count} workers to be full")
-    return full()
+    return wait_until(full, 10, f"{count} workers to be full")
 
 
 def test_a_request_waits_at_one_router_while_the_other_has_filled_every_worker(pair):
