@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 
 from kvferry.engine.checkpoint import Tensors, read_config
 from kvferry.engine.engine import Engine
-from kvferry.engine.modules_load import load_modules
 from kvferry.engine.modules_shape import ModulesShape, modules_shape
 from kvferry.engine.native.attention import use_native_attention
 from kvferry.engine.native.decoder import NativeRunner
@@ -122,6 +121,8 @@ def _load_runner(
             directory.name,
             reason,
         )
+        from kvferry.engine.modules_load import load_modules  # transformers' modelling code takes seconds to import
+
         use_native_attention(library, settings.num_threads)
         attention = library.key if library else "reference"
         numerics = f"modules-torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-{attention}"

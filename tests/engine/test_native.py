@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvferry.engine.load import EngineSettings, load_engine
+from kvferry.engine.native.family import rope_tables
 from kvferry.engine.native.library import load_library, processor_levels
 from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
 from kvferry.engine.reference import Reference
@@ -66,6 +68,25 @@ def make_checkpoint(directory, **changes):
                 tensor.add_(torch.randn_like(tensor) * 0.3)
     model.save_pretrained(directory)
     return directory
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_type="default", rope_theta=5e5),
+        dict(rope_type="linear", rope_theta=1e4, factor=3.0),
+        LLAMA3_ROPE,
+        YARN_ROPE,
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_tables_are_those_of_transformers_bit_for_bit(rope):
+    config = AutoConfig.for_model("llama", max_position_embeddings=512, rope_parameters=dict(rope))
+    cosine, sine = rope_tables(config, 300)
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
+    assert torch.equal(cosine, expected[0][0])
+    assert torch.equal(sine, expected[1][0])
+    assert config.rope_parameters["rope_type"] == rope["rope_type"]
 
 
 def load(directory, kv_tokens=512, **settings):

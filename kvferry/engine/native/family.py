@@ -4,11 +4,12 @@ Llama 2 and 3, Mistral (one window for all layers), Qwen2 and 2.5 (biases), Qwen
 `NotNative`, with the reason, and runs through transformers' own modules.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VECTOR = 16
 
@@ -85,7 +86,20 @@ def decoder_config(config: Any, block_size: int) -> DecoderConfig:
 
 
 def rope_tables(config: Any, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine, [positions, head size], as transformers computes them for this configuration."""
-    rotary = LlamaRotaryEmbedding(config)
-    cosine, sine = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(num_positions)[None])
-    return cosine[0].contiguous(), sine[0].contiguous()
+    """Cosine and sine, [positions, head size], bit for bit as transformers computes them for this configuration.
+
+    Its frequencies, without the rotary module around them: that would import all of its modelling code, seconds of every start.
+    """
+    frequencies, scale = _frequencies(config)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    both_halves = torch.cat((angles, angles), dim=-1)
+    return both_halves.cos() * scale, both_halves.sin() * scale
+
+
+def _frequencies(config: Any) -> tuple[torch.Tensor, float]:
+    kind = config.rope_parameters["rope_type"]
+    if kind != "default":
+        return ROPE_INIT_FUNCTIONS[kind](config)
+    plain = copy.deepcopy(config)
+    plain.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 1.0}
+    return ROPE_INIT_FUNCTIONS["linear"](plain)
