@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvferry.engine.reference import Reference
 from kvferry.text.model_text import ModelText
@@ -33,6 +34,7 @@ class CachedReference:
     """Each prompt is computed once, with as many tokens as were ever asked for."""
 
     def __init__(self, directory: Path):
+        torch.set_num_threads(1)  # two wait for each other wherever a worker has one of the cores
         self._reference = Reference(directory)
         self._answers: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
 

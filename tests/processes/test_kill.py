@@ -1,5 +1,6 @@
 """kill -9 and SIGSTOP on real workers (T022, T034, T036, and the issue's own words): the answer still comes, right."""
 
+import itertools
 import os
 import random
 import signal
@@ -16,6 +17,15 @@ pytestmark = [pytest.mark.model, pytest.mark.processes]
 
 def ids(length: int, seed: object) -> list[int]:
     return [random.Random(f"{seed} {k}").randrange(100, 40_000) for k in range(length)]
+
+
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+
+
+def crossed(values):
+    """Each value with one of the signals; `make soak` has the other pairs."""
+    pairs = itertools.product(range(len(values)), range(len(SIGNALS)))
+    return [pytest.param(values[v], SIGNALS[s], marks=[pytest.mark.soak] if (v + s) % 2 else []) for v, s in pairs]
 
 
 MID_TOKENS = 60
@@ -53,9 +63,8 @@ def test_blocks_are_shared_between_processes_by_content(pair, reference):
     pair.wait_idle()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("delay_s", [0.2, 1.5])
-def test_a_prefill_worker_lost_in_a_long_prefill_costs_no_token(pair, reference, number, delay_s):
+@pytest.mark.parametrize(("delay_s", "number"), crossed([0.2, 1.5]))
+def test_a_prefill_worker_lost_in_a_long_prefill_costs_no_token(pair, reference, delay_s, number):
     pair.wait_ready()
     prompt, bystander = ids(900, (number, delay_s)), ids(25, "by")
     with ThreadPoolExecutor(3) as pool:
@@ -81,9 +90,8 @@ def used_by(service, name):
     return service.total("kvferry_worker_active", worker=name)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("fields", [dict(), dict(temperature=0.9, seed=77, n=2)])
-def test_a_decode_worker_lost_in_mid_stream_costs_no_token_and_repeats_none(pair, reference, number, fields):
+@pytest.mark.parametrize(("fields", "number"), crossed([dict(), dict(temperature=0.9, seed=77, n=2)]))
+def test_a_decode_worker_lost_in_mid_stream_costs_no_token_and_repeats_none(pair, reference, fields, number):
     pair.wait_ready()
     prompts = [ids(40 + k, ("mid", k)) for k in range(4)]
     undisturbed = [streamed(pair, prompt, MID_TOKENS, **fields) for prompt in prompts]
