@@ -1,10 +1,10 @@
 """What a router adds to the first token and how many tokens a second pass through it: ours, and others in front of stub workers.
 
-*Added TTFT* is measured with one stream. Ours: the client's TTFT less what the worker took, which is its own time from the request's
-arrival to the first token (the simulated step included), by the server's instants `placed` and `first_token`. A peer's: the client's
-median TTFT through it less that of the stub asked directly. So ours bears, besides, the client's own cost, which the subtraction takes
-from the peers'. The client, its requests and the length of a step are the same for all. Each contender
-takes its turn in every round, and figures are medians over the rounds.
+*Added TTFT* is measured with one stream: a client's median TTFT through a router less that without it, in the same round. Without
+ours the client is attached to the decode worker as the router is; without a peer's it asks the stub. Told besides is what ours takes
+beyond the worker's own time, by the server's instants: with the two gRPC hops, that is, which an attached client has, too. The length
+of a step and of an answer are the same for all, and so are the requests through a router. Each contender takes its turn in every
+round, and figures are medians over the rounds.
 """
 
 import statistics
@@ -12,13 +12,17 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
+from loadtest.attached_load import AttachedOrder, run_attached
 from loadtest.raw_load import LoadOrder, run_load
 from loadtest.raw_stream import RawAnswer
 from loadtest.router_figures import MAX_ADDED_TTFT_MS, MIN_TOKENS_PER_S, RouterFigure
 
 NUM_STREAMS, OUTPUT_TOKENS = 64, 64
 SINGLE_ROUNDS, STREAM_ROUNDS = 60, 10
-OURS, DIRECT = "kvferry", "no router"
+PROMPT_TOKENS = 20
+"""Of an attached client's prompts, which has no tokenizer: about as many as those of the others."""
+OURS, DIRECT, ATTACHED = "kvferry", "no router", "attached"
+"""The last two are asked without a router: a peer's stub, and our worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +38,28 @@ class Reading:
 
     contestant: str
     ttft_s: float
-    """One stream, each request over a connection of its own; of ours without the worker's part."""
+    """One stream, each request over a connection of its own."""
     kept_ttft_s: float
     """The same over one connection that is kept."""
-    tokens_per_s: float
-    events_per_s: float
+    tokens_per_s: float = 0.0
+    events_per_s: float = 0.0
     """Fewer than tokens where a slow reader's tokens were sent together."""
-    busy_ttft_s: float
+    busy_ttft_s: float = 0.0
     """With all streams, the worker's part and the wait for it included."""
+    beyond_worker_s: float | None = None
+    """Of `kept_ttft_s`, without the worker's own time; None where it is not told."""
 
 
-async def read_in_turn(contestants: Sequence[Contestant], num_rounds: int) -> AsyncIterator[Reading]:
-    """Raises KvferryError for a contestant that does not answer as it should."""
+async def read_in_turn(
+    contestants: Sequence[Contestant], num_rounds: int, address: str, secret_file: str
+) -> AsyncIterator[Reading]:
+    """The last two are of our decode worker. Raises KvferryError for a contestant that does not answer as it should."""
+    order = AttachedOrder(address, secret_file, SINGLE_ROUNDS, PROMPT_TOKENS, OUTPUT_TOKENS)
     for contestant in contestants:
         await _answers(contestant, num_streams=8, num_rounds=2)
     for _ in range(num_rounds):
+        attached_s = statistics.median(await run_attached(order))
+        yield Reading(ATTACHED, attached_s, attached_s)
         for contestant in contestants:
             yield await _read(contestant)
 
@@ -73,13 +84,15 @@ async def _answers(
 
 def reading_of(name: str, fresh: Sequence[RawAnswer], kept: Sequence[RawAnswer], busy: Sequence[RawAnswer]) -> Reading:
     wall_s = max(answer.ended_s for answer in busy) - min(answer.sent_s for answer in busy)
+    beyond_worker = [answer.ttft_s - answer.worker_s for answer in kept if answer.worker_s is not None]
     return Reading(
         name,
-        statistics.median(answer.ttft_s - (answer.worker_s or 0.0) for answer in fresh),
-        statistics.median(answer.ttft_s - (answer.worker_s or 0.0) for answer in kept),
+        statistics.median(answer.ttft_s for answer in fresh),
+        statistics.median(answer.ttft_s for answer in kept),
         sum(answer.num_tokens for answer in busy) / wall_s,
         sum(answer.num_events for answer in busy) / wall_s,
         statistics.median(answer.ttft_s for answer in busy),
+        statistics.median(beyond_worker) if beyond_worker else None,
     )
 
 
@@ -93,15 +106,16 @@ class Standing:
     tokens_per_s: float
     events_per_s: float
     busy_ttft_ms: float
+    beyond_worker_ms: float
 
 
 def standings_of(readings: Sequence[Reading]) -> dict[str, Standing]:
-    """By contestant. A peer's TTFT is less that of no router in the same round; ours is less the worker's part already."""
+    """By contestant. A router's TTFT is less that without it in the same round."""
     by_name: dict[str, list[Reading]] = {}
     for reading in readings:
         by_name.setdefault(reading.contestant, []).append(reading)
-    direct = by_name.get(DIRECT, [])
-    return {name: _standing(name, own, () if name in (OURS, DIRECT) else direct) for name, own in by_name.items()}
+    without = {OURS: by_name.get(ATTACHED, []), DIRECT: [], ATTACHED: []}
+    return {name: _standing(name, own, without.get(name, by_name.get(DIRECT, []))) for name, own in by_name.items()}
 
 
 def _standing(name: str, own: Sequence[Reading], less: Sequence[Reading]) -> Standing:
@@ -115,7 +129,9 @@ def _standing(name: str, own: Sequence[Reading], less: Sequence[Reading]) -> Sta
         )
 
     added = (added_ms("ttft_s"), added_ms("kept_ttft_s"))
-    return Standing(name, *added, median("tokens_per_s"), median("events_per_s"), median("busy_ttft_s") * 1e3)
+    beyond_worker = statistics.median(reading.beyond_worker_s or 0.0 for reading in own)
+    busy_ttft_ms = median("busy_ttft_s") * 1e3
+    return Standing(name, *added, median("tokens_per_s"), median("events_per_s"), busy_ttft_ms, beyond_worker * 1e3)
 
 
 def figures_of(standings: Mapping[str, Standing]) -> list[RouterFigure]:
@@ -133,6 +149,12 @@ def figures_of(standings: Mapping[str, Standing]) -> list[RouterFigure]:
             note="one stream, one connection",
         ),
         RouterFigure(
+            "beyond_worker",
+            ours.beyond_worker_ms,
+            "ms",
+            note="one connection, all but the worker's own time: two gRPC hops included",
+        ),
+        RouterFigure(
             "tokens_per_s",
             ours.tokens_per_s,
             "tokens/s",
@@ -141,8 +163,11 @@ def figures_of(standings: Mapping[str, Standing]) -> list[RouterFigure]:
         ),
         RouterFigure("busy_ttft", ours.busy_ttft_ms, "ms", note=f"{NUM_STREAMS} streams, worker included"),
     ]
+    if ATTACHED in standings:
+        alone_ms = standings[ATTACHED].added_ttft_ms
+        figures.append(RouterFigure("attached_ttft", alone_ms, "ms", note="a client of the worker alone"))
     for name, peer in standings.items():
-        if name != OURS:
+        if name not in (OURS, ATTACHED):
             figures += _figures_beside(ours, peer)
     return figures
 

@@ -9,7 +9,7 @@ from loadtest import overload, placement_load, router_contest
 from loadtest.overload import Ordeal, Slo, goodput, recovery_s
 from loadtest.placement_load import PlacementMeasurement, PlacementScale, measure_placement, points_of
 from loadtest.raw_stream import RawAnswer
-from loadtest.router_contest import DIRECT, OURS, Reading, reading_of, standings_of
+from loadtest.router_contest import ATTACHED, DIRECT, OURS, Reading, reading_of, standings_of
 from loadtest.router_figures import RouterFigure
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
@@ -45,13 +45,17 @@ def test_a_figure_holds_within_its_limits(limits, holds):
 # -------------------------------------------------------------------------------------------------------------- contest
 
 
-def test_ours_is_less_what_the_worker_took_and_a_peers_less_that_of_no_router():
-    ours = reading_of(OURS, [answer(0, 0.005, worker_s=0.003)] * 3, [answer(0, 0.004, worker_s=0.003)] * 3, [answer(0)])
+def test_each_router_is_less_what_a_client_without_it_waits():
+    ours = reading_of(
+        OURS, [answer(0, 0.005, worker_s=0.003)] * 3, [answer(0, 0.004, worker_s=0.0015)] * 3, [answer(0)]
+    )
+    attached = Reading(ATTACHED, 0.003, 0.003)
     direct = Reading(DIRECT, 0.001, 0.001, 70_000, 70_000, 0.002)
     peer = Reading("peer", 0.0015, 0.041, 50_000, 50_000, 0.006)
-    standings = standings_of([ours, direct, peer])
+    standings = standings_of([attached, ours, direct, peer])
     assert standings[OURS].added_ttft_ms == pytest.approx(2.0)
     assert standings[OURS].kept_added_ttft_ms == pytest.approx(1.0)
+    assert standings[OURS].beyond_worker_ms == pytest.approx(2.5)
     assert standings["peer"].added_ttft_ms == pytest.approx(0.5)
     assert standings["peer"].kept_added_ttft_ms == pytest.approx(40.0)
     figures = by_name(router_contest.figures_of(standings))
@@ -59,6 +63,8 @@ def test_ours_is_less_what_the_worker_took_and_a_peers_less_that_of_no_router():
     assert figures["added_ttft"].holds is False
     assert figures["added_ttft_kept"].holds is True
     assert figures["tokens_ratio_to_peer"].value == pytest.approx(64 / 50_000)
+    assert figures["attached_ttft"].value == pytest.approx(3.0)
+    assert not any("attached" in name and "ratio" in name for name in figures)
 
 
 def test_tokens_per_second_are_over_the_time_of_all_streams():
