@@ -93,6 +93,8 @@ class Road:
     """At the source, once; None where this worker cannot offer it."""
     enter: Callable[[bytes, bytes], Awaitable[Inlet]]
     """At the reader, from offer and ticket. Raises RoadFailed, saying why it cannot be taken here."""
+    is_read_in_place: bool = False
+    """Its frames only name slots, so that a large first one is there as soon as a small one."""
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:

@@ -30,11 +30,14 @@ from kvferry.messages import (
 )
 from kvferry.racing import until_first
 from kvferry.streams import Dialer, Stream, StreamEnded
+from kvferry.worker.copier import Copier
 from kvferry.worker.counters import Counters
 from kvferry.worker.meeting import Meeting, Meetings
 from kvferry.worker.patience import FetchBudgets, Patience
 from kvferry.worker.rates import MeasuredRates
 
+TURN_BYTES = 20 * 1024 * 1024
+"""Copied and checked in one go; then the event loop has its turn: acknowledgements leave, and the next notice is there in time."""
 MAX_MEETINGS_PER_FETCH = 8
 """A source that is another one at each of so many meetings is not worth more."""
 
@@ -97,6 +100,7 @@ class BlockReader:
     ):
         self._dialer, self._memory, self._meetings = dialer, memory, meetings
         self._counters, self._budgets, self._rates = counters, budgets, rates or MeasuredRates()
+        self._copier = Copier()
 
     async def fetch(self, sequence: Sequence, opening: FetchOpen, report: FetchReport) -> None:
         """Returns when every block of `opening` is sealed in `sequence`, or, hold-only, when the source has no more.
@@ -178,37 +182,42 @@ class BlockReader:
     async def _receive_ahead(
         self, stream: Stream[FetchUp, FetchDown], inbox: asyncio.Queue[FetchDown | FetchFailed]
     ) -> None:
-        """The next message is on its way while a frame is copied; a failure comes after all that arrived before it."""
-        patience, has_heard = Patience(self._budgets, self._now()), False
+        """The next message is on its way while a frame is copied; a failure comes after all that arrived before it.
+
+        Behind the end nothing is awaited: a read that must be cut short would hold up the fetch that has all it wants.
+        """
+        patience, message = Patience(self._budgets, self._now()), None
         try:
-            while True:
-                message, has_heard = await self._receive(stream, patience, has_heard), True
+            while not isinstance(message, FetchEnd):
+                message = await self._receive(stream, patience, has_heard=message is not None)
                 began = self._now()
                 await inbox.put(message)
                 patience.rested(self._now() - began)
         except FetchFailed as failed:
             await inbox.put(failed)
-            await asyncio.get_running_loop().create_future()
+        await asyncio.get_running_loop().create_future()
 
     async def _take_messages(self, arriving: "_Arriving") -> None:
+        """What comes before a source shows progress it had already."""
         inlet = await arriving.meeting.enter(arriving.opening.ticket)
         try:
-            has_heard = False
+            report, has_heard_progress = arriving.report, False
             while True:
                 message = await arriving.inbox.get()
                 if isinstance(message, FetchFailed):
                     raise message
-                if isinstance(message, FetchProgress) and not has_heard:
+                if isinstance(message, FetchProgress) and not has_heard_progress:
+                    has_heard_progress = True
                     already = max(message.num_sealed_blocks - arriving.opening.first_block, 0)
-                    report = arriving.report
                     report.num_source_cached_blocks = max(report.num_source_cached_blocks, already)
                 elif isinstance(message, Frame):
                     await self._take_frame(message, inlet, arriving)
+                    if not has_heard_progress:
+                        report.num_source_cached_blocks = max(report.num_source_cached_blocks, report.num_blocks)
                     arriving.outbox.put_nowait(FetchAck(message.frame_number))
                 elif isinstance(message, FetchEnd):
                     self._check_end(message, arriving.sequence, arriving.opening)
                     return
-                has_heard = True
         finally:
             inlet.close()
 
@@ -236,40 +245,57 @@ class BlockReader:
             blocks = unpack_header(frame.header, form, sequence.num_sealed_blocks, wanted)
             await inlet.arrive(frame, len(blocks), form.block_bytes)
             arriving.check_wanted()
-            self._seal_blocks(blocks, inlet, sequence, report)
+            await self._seal_blocks(blocks, inlet, arriving)
         except BadFrame as bad:
             self._counters.add(f"bad_frame_{bad.kind}")
             raise FetchFailed(FetchFailureKind.BAD_FRAME.value, bad.message) from bad
 
-    def _seal_blocks(self, blocks: list[FrameBlock], inlet: Inlet, sequence: Sequence, report: FetchReport) -> None:
-        """In order, up to the first that is not what it should be, which is raised."""
-        num_sealed = 0
-        try:
-            for number, block in enumerate(blocks):
-                self._seal_block(block, inlet, number, sequence)
-                num_sealed += 1
-        finally:
-            if num_sealed:
-                report.last_block_s = self._now()
-                if report.first_block_s is None:
-                    report.first_block_s = report.last_block_s
-                num_bytes = num_sealed * self._memory.format.block_bytes
-                report.num_blocks += num_sealed
-                report.num_bytes += num_bytes
-                self._counters.add("fetched_blocks", num_sealed)
-                self._counters.add("fetched_bytes", num_bytes)
-                self._counters.add(f"fetched_bytes_over_{report.road}", num_bytes)
+    async def _seal_blocks(self, blocks: list[FrameBlock], inlet: Inlet, arriving: "_Arriving") -> None:
+        """In order, up to the first that is not what it should be, which is raised. No copy is under way when the loop has its turn."""
+        num_turns = min(-(-len(blocks) * self._memory.format.block_bytes // TURN_BYTES), len(blocks))
+        for turn in range(num_turns):
+            if turn:
+                await asyncio.sleep(0)
+                arriving.check_wanted()
+            first, last = (len(blocks) * border // num_turns for border in (turn, turn + 1))
+            self._seal_at_once(range(first, last), blocks, inlet, arriving)
 
-    def _seal_block(self, block: FrameBlock, inlet: Inlet, number: int, sequence: Sequence) -> None:
-        slot = sequence.hold.take()
-        copy = self._memory.view(slot)
-        try:
-            inlet.copy(number, copy)
-            check_block(block, copy)
-        except (BadFrame, RoadFailed):
+    def _seal_at_once(self, numbers: range, blocks: list[FrameBlock], inlet: Inlet, arriving: "_Arriving") -> None:
+        """Those of the frame's blocks. What comes behind one that is bad is not sealed, though it was copied."""
+        sequence, block_bytes = arriving.sequence, self._memory.format.block_bytes
+        assert blocks[numbers.start].position == sequence.num_sealed_blocks, "only its fetch fills a sequence meanwhile"
+        slots = [sequence.hold.take() for _ in numbers]
+        faults: dict[int, BadFrame | RoadFailed] = {}
+
+        def copy(k: int) -> None:
+            own_copy = self._memory.view(slots[k])
+            try:
+                inlet.copy(numbers[k], own_copy)
+                check_block(blocks[numbers[k]], own_copy)
+            except (BadFrame, RoadFailed) as fault:
+                faults[k] = fault
+
+        self._copier.each(copy, len(slots), len(slots) * block_bytes)
+        num_good = min(faults, default=len(slots))
+        for slot in slots[:num_good]:
+            sequence.received(slot)
+        for slot in reversed(slots[num_good:]):
             sequence.hold.put_back(slot)
-            raise
-        sequence.received(slot)
+        if num_good:
+            self._count(num_good, arriving.report)
+        if faults:
+            raise faults[num_good]
+
+    def _count(self, num_sealed: int, report: FetchReport) -> None:
+        report.last_block_s = self._now()
+        if report.first_block_s is None:
+            report.first_block_s = report.last_block_s
+        num_bytes = num_sealed * self._memory.format.block_bytes
+        report.num_blocks += num_sealed
+        report.num_bytes += num_bytes
+        self._counters.add("fetched_blocks", num_sealed)
+        self._counters.add("fetched_bytes", num_bytes)
+        self._counters.add(f"fetched_bytes_over_{report.road}", num_bytes)
 
     def _check_end(self, end: FetchEnd, sequence: Sequence, opening: FetchOpen) -> None:
         wanted = len(opening.tokens) // self._memory.format.block_size

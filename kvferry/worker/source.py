@@ -179,6 +179,11 @@ class BlockSource:
     def road(self, name: str) -> SourceRoad:
         return self._laid[name][1]
 
+    def frame_blocks(self, road: str) -> tuple[int, int]:
+        """At most so many in a fetch's first frame, and in the others: a small one is there sooner."""
+        largest = self.max_frame_blocks(road)
+        return largest if self._laid[road][0].is_read_in_place else -(-largest // 4), largest
+
     def max_frame_blocks(self, road: str) -> int:
         return min(max(self._laid[road][0].frame_bytes // self._memory.format.block_bytes, 1), MAX_BLOCKS)
 
@@ -227,7 +232,7 @@ class _Serving:
 
     async def run(self) -> None:
         try:
-            await until_first(self._take_acknowledgements(), self._show_progress(), self._send_all())
+            await until_first(self._take_acknowledgements(), self._send_all(), self._show_progress())
         except StreamEnded:
             pass  # the reader has left: nothing to tell
         finally:
@@ -286,12 +291,12 @@ class _Serving:
             await self._wait_for_a_block()
 
     async def _send_blocks(self, outlet: Outlet) -> None:
-        largest = self._source.max_frame_blocks(self._opening.road)
+        first, largest = self._source.frame_blocks(self._opening.road)
         while self._next < len(self._ids):
             if len(self._in_flight) >= MAX_FRAMES_IN_FLIGHT:
                 await self._one_acknowledged()
                 continue
-            limit = largest if self._frame_number else -(-largest // 4)  # the reader begins sooner
+            limit = first if self._frame_number == 0 else largest
             if (count := self._pool.num_sealed_prefix(self._ids[self._next : self._next + limit])) > 0:
                 await self._send_frame(outlet, count)
             else:
@@ -337,17 +342,23 @@ class _Serving:
                 self._loop.post(lambda: None)  # somebody may wait for this room
 
     async def _show_progress(self) -> None:
-        shown: FetchState | None = None
+        """Of waiting and computing at once and at each change; of blocks that are all here only if sending them takes long."""
+        is_here = self._pool.num_sealed_prefix(self._ids) == len(self._ids)
+        shown = FetchState.SENDING if is_here else None
         while True:
-            state = self._state()
+            if shown is not None:
+                await self._state_is_another(shown)
+            shown = self._state()
             if self._loop.is_advancing:
-                progress = FetchProgress(self._loop.step, state, self._pool.num_sealed_prefix(self._ids))
+                progress = FetchProgress(self._loop.step, shown, self._pool.num_sealed_prefix(self._ids))
                 await self._stream.send(progress)
-            shown = state
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PROGRESS_INTERVAL_S):
-                    while self._state() is shown:
-                        await self._loop.stepped.wait()
+
+    async def _state_is_another(self, shown: FetchState) -> None:
+        """Returns after the interval at the latest."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROGRESS_INTERVAL_S):
+                while self._state() is shown:
+                    await self._loop.stepped.wait()
 
     def _state(self) -> FetchState:
         if self._computation is None or self._computation.has_ended:

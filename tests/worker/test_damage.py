@@ -13,6 +13,8 @@ from typing import Any
 import msgpack
 import pytest
 
+import kvferry.worker.copier
+import kvferry.worker.reader
 from kvferry.engine.fake import KV_BYTES, BytesMemory
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import FetchFailed
@@ -20,6 +22,7 @@ from kvferry.kv.block_id import chain_root, extend_chain
 from kvferry.kv.frame import PROBE_IDS, block_digest, pack_header
 from kvferry.kv.pool import BlockPool
 from kvferry.kv.road import known_roads
+from kvferry.kv.roads.in_process import InProcessInlet
 from kvferry.messages import (
     FetchDown,
     FetchEnd,
@@ -35,6 +38,7 @@ from kvferry.messages import (
 )
 from kvferry.rpc.frame_wire import fetch_down_from_bytes, fetch_down_to_bytes
 from kvferry.streams import StreamEnded
+from kvferry.worker.copier import Copier
 from kvferry.worker.counters import Counters
 from kvferry.worker.meeting import Meetings
 from kvferry.worker.patience import FetchBudgets
@@ -45,6 +49,8 @@ NUM_DAMAGED = 100_000
 ROADS = ("inproc", "shm", "grpc")
 SIZE, PER_FRAME, NUM_FRAMES = 2, 3, 2
 NUM_BLOCKS = PER_FRAME * NUM_FRAMES
+NUM_PROBED = 2
+"""Blocks that are copied when the two meet."""
 BLOCK_BYTES = SIZE * KV_BYTES
 TOKENS = tuple(range(NUM_BLOCKS * SIZE))
 ROOT, OTHER_ROOT = chain_root("m", "f"), chain_root("m", "f", b"other salt")
@@ -98,7 +104,7 @@ class Script:
         if isinstance(message, FetchMeet):
             answer = [FetchOffers("p1-1", (RoadOffer(self.road.name, self.laid.offer),))]
         elif isinstance(message, FetchProbe):
-            answer = [self.frame(0, [0, 1], list(PROBE_IDS[:2]))]
+            answer = [self.frame(0, list(range(NUM_PROBED)), list(PROBE_IDS[:NUM_PROBED]))]
         elif isinstance(message, FetchOpen):
             answer = [*self.messages, None]
         for each in answer:
@@ -123,11 +129,11 @@ class Rig:
         self.memory, self.pool, self.counters = BytesMemory(9, SIZE), BlockPool(9), Counters()
         meetings = Meetings(self.script, self.memory.format, (self.script.road,), "m", "f", 3.0)
         self._reader = BlockReader(self.script, self.memory, meetings, self.counters, FetchBudgets())
-        self._sequence = Sequence(1, list(TOKENS), ROOT, SIZE, self.pool)
+        self.sequence = Sequence(1, list(TOKENS), ROOT, SIZE, self.pool)
 
     async def attempt(self, messages: list[FetchDown]) -> tuple[int, str]:
         """How many blocks were sealed, each of them found to be true, and how the fetch failed, as it was counted."""
-        self.script.messages, sequence = messages, self._sequence
+        self.script.messages, sequence = messages, self.sequence
         before = self.counters.values.copy()
         assert sequence.start(len(TOKENS), max_adopted=0) == 0
         failed = ""
@@ -329,24 +335,63 @@ DAMAGES = [
     Damage(with_mixed_ids, ("identity", "digest")),
 ]
 NUM_EACH = -(-NUM_DAMAGED // (len(ROADS) * len(DAMAGES)))
+NUM_EACH_IN_TURNS = 100
+
+
+async def expect_misses(road_name: str, damage: Damage, num_damaged: int) -> None:
+    rig, random_ = Rig(road_name), random.Random(f"{road_name} {damage.make.__name__}")
+    whole = [*rig.frames, COMPLETE]
+    for _ in range(num_damaged):
+        good = random_.choice(damage.goods)
+        bad = damage.make(rig, good, random_)
+        num_sealed, kind = await rig.attempt([*whole[:good], *bad, *whole[good:]])
+        rig.script.restore()
+        assert kind in damage.kinds, (kind, bad)
+        assert good * PER_FRAME <= num_sealed < (good + 1) * PER_FRAME, (num_sealed, bad)
+    assert rig.counters.values["fetches_started"] == rig.counters.values["fetch_failed_bad_frame"] == num_damaged
+    rig.check()
+    assert await rig.attempt(whole) == (NUM_BLOCKS, ""), "a whole one is believed after all that"
+    rig.check()
 
 
 @pytest.mark.parametrize("road_name", ROADS)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.make.__name__)
 def test_no_damaged_frame_is_believed_and_each_is_counted_by_kind(road_name, damage):
+    run_virtual(lambda: expect_misses(road_name, damage, NUM_EACH))
+
+
+@pytest.mark.parametrize("blocks_per_turn", [1, 2, 3])
+@pytest.mark.parametrize("road_name", ROADS)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.make.__name__)
+def test_nor_when_two_threads_copy_a_frame_in_several_turns(road_name, damage, blocks_per_turn, monkeypatch):
+    monkeypatch.setattr(kvferry.worker.reader, "TURN_BYTES", blocks_per_turn * BLOCK_BYTES)
+    monkeypatch.setattr(kvferry.worker.reader, "Copier", lambda: Copier(2))
+    monkeypatch.setattr(kvferry.worker.copier, "MIN_SHARED_BYTES", 1)
+    run_virtual(lambda: expect_misses(road_name, damage, NUM_EACH_IN_TURNS))
+
+
+@pytest.mark.parametrize("num_copied", range(1, PER_FRAME))
+def test_a_sequence_that_gives_up_between_two_turns_gets_no_further_copy(num_copied, monkeypatch):
+    """Its slots may be another's by then."""
+    monkeypatch.setattr(kvferry.worker.reader, "TURN_BYTES", BLOCK_BYTES)
+    copied = list[int]()
+
     async def main():
-        rig, random_ = Rig(road_name), random.Random(f"{road_name} {damage.make.__name__}")
-        whole = [*rig.frames, COMPLETE]
-        for _ in range(NUM_EACH):
-            good = random_.choice(damage.goods)
-            bad = damage.make(rig, good, random_)
-            num_sealed, kind = await rig.attempt([*whole[:good], *bad, *whole[good:]])
-            rig.script.restore()
-            assert kind in damage.kinds, (kind, bad)
-            assert good * PER_FRAME <= num_sealed < (good + 1) * PER_FRAME, (num_sealed, bad)
-        assert rig.counters.values["fetches_started"] == rig.counters.values["fetch_failed_bad_frame"] == NUM_EACH
-        rig.check()
-        assert await rig.attempt(whole) == (NUM_BLOCKS, ""), "a whole one is believed after all that"
+        rig = Rig("inproc")
+
+        def copy(inlet: InProcessInlet, number: int, into: memoryview) -> None:
+            true_copy(inlet, number, into)
+            copied.append(number)
+            if len(copied) == num_copied + NUM_PROBED:
+                asyncio.get_running_loop().call_soon(rig.sequence.stop)
+
+        true_copy = InProcessInlet.copy
+        monkeypatch.setattr(InProcessInlet, "copy", copy)
+        with pytest.raises(asyncio.CancelledError):
+            await rig.attempt([*rig.frames, COMPLETE])
+        assert copied[NUM_PROBED:] == list(range(num_copied))
+        assert sorted(rig.pool.sealed_block_ids()) == sorted(IDS[:num_copied])
+        rig.pool.evict_all()
         rig.check()
 
     run_virtual(main)

@@ -60,4 +60,4 @@ async def enter(offer: bytes, ticket: bytes) -> InProcessInlet:
     return InProcessInlet(source.memory)
 
 
-ROAD = Road("inproc", rank=10, frame_bytes=16 * MIB, lay=InProcessSource, enter=enter)
+ROAD = Road("inproc", rank=10, frame_bytes=16 * MIB, lay=InProcessSource, enter=enter, is_read_in_place=True)
