@@ -41,6 +41,7 @@ def channel_options(block_bytes: int = 0) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limit),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),  # this one ends a connection whose peer has stopped
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 2 * 1024 * 1024
 """Enough to tell roads apart; the first request of a pair on a slow line waits for it."""
+MAX_PROBE_BLOCKS = 64
+"""Blocks so small that more of them would fit are a simulated model's, whose link takes the time of the true ones."""
 MAX_MEETINGS = 4096
 BARRED_S = 60.0
 """A road that broke comes after all others for so long, and so does a meeting that took another road because of it."""
@@ -170,7 +172,7 @@ class Meetings:
         inlet = await road.enter(offer, ticket)
         try:
             began = clock()
-            await stream.send(FetchProbe(road.name, ticket, max(PROBE_BYTES // block_bytes, 1)))
+            await stream.send(FetchProbe(road.name, ticket, min(max(PROBE_BYTES // block_bytes, 1), MAX_PROBE_BLOCKS)))
             async with asyncio.timeout(self._silence_s):
                 frame = await stream.receive()
             if not isinstance(frame, Frame):
