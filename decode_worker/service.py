@@ -155,13 +155,20 @@ class DecodeService:
         while True:
             output = session.take_output(self._loop.step)
             if output is not None:
-                await session.stream.send(output)
+                await self._send_output(session, output)
             elif (left_s := next_beat_s - self._loop.now()) > 0:
                 await session.has_news.wait(left_s)
             else:
                 next_beat_s = self._loop.now() + BEAT_INTERVAL_S
                 if self._loop.is_advancing:
                     await session.stream.send(Beat(self._loop.step))
+
+    async def _send_output(self, session: _Session, output: StepOutput) -> None:
+        try:
+            await session.stream.send(output)
+        except StreamEnded:
+            self._counters.add("late_tokens", len(output.tokens))
+            raise
 
     def share_of(self, router_life: str) -> Share:
         """What the router of that life has here now."""
@@ -238,6 +245,7 @@ class DecodeService:
                 self._scheduler.abort(request.choices[number])
 
     def _abort_session(self, session: _Session) -> None:
+        self._counters.add("late_tokens", len(session.tokens))
         for request in list(session.requests.values()):
             for choice in list(request.choices.values()):
                 self._scheduler.abort(choice)
@@ -279,6 +287,9 @@ class DecodeService:
         if not request.has_started:
             request.has_started = True
             session.starts.append(self._start_report(request, event.choice))
+        if not session.is_open:
+            self._counters.add("late_tokens")
+            return
         logprobs = () if event.logprobs is None else (event.logprobs,)
         session.tokens.append(
             NewTokens(opening.number, opening.attempt, event.choice.choice, event.index, (event.token,), logprobs)

@@ -9,6 +9,7 @@ COUNTERS = {
     "step_microseconds": "The time they took.",
     "computed_tokens": "Tokens whose KV was computed.",
     "generated_tokens": "Tokens sampled.",
+    "late_tokens": "Of those, the ones whose router had left, or had given this worker up, before they could be sent.",
     "cache_hit_tokens": "Prompt tokens found sealed in this worker's pool on admission.",
     "recomputed_tokens": "Tokens that had been computed or fetched before a preemption, and were needed again.",
     "preemptions": "Sequences preempted.",

@@ -42,6 +42,8 @@ from kvferry.worker.counters import Counters
 from kvferry.worker.loop import EngineLoop
 
 MAX_FRAMES_IN_FLIGHT = 2
+FRAMES_A_POOL = 8
+"""No frame has more than this part of the pool."""
 PROGRESS_INTERVAL_S = 1.0
 OPENING_TIMEOUT_S = 5.0
 MEETING_TIMEOUT_S = 60.0
@@ -155,7 +157,7 @@ class BlockSource:
                 return
             outlet = self.road(probe.road).open(probe.ticket)
             try:
-                num_blocks = min(max(probe.num_blocks, 1), self.max_frame_blocks(probe.road), self._pool.num_slots)
+                num_blocks = min(max(probe.num_blocks, 1), self.max_frame_blocks(probe.road))
                 cargo, no_ids = outlet.load(range(num_blocks)), PROBE_IDS[:num_blocks]
                 header = pack_header(self._memory.format, 0, no_ids, no_ids)
                 if self.link is not None:
@@ -185,7 +187,9 @@ class BlockSource:
         return largest if self._laid[road][0].is_read_in_place else -(-largest // 4), largest
 
     def max_frame_blocks(self, road: str) -> int:
-        return min(max(self._laid[road][0].frame_bytes // self._memory.format.block_bytes, 1), MAX_BLOCKS)
+        """A reader that stalls keeps two frames of slots from others: in a small pool frames are small."""
+        by_bytes = self._laid[road][0].frame_bytes // self._memory.format.block_bytes
+        return max(min(by_bytes, MAX_BLOCKS, self._pool.num_slots // FRAMES_A_POOL), 1)
 
     def _refusal(self, opening: FetchUp) -> FetchEnd | None:
         if not isinstance(opening, FetchOpen | FetchMeet):
