@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import messages as m
+from kvferry.racing import until_first
 from kvferry.rpc import converter
 from kvferry.rpc.links import GrpcDialer, add_fetch_service, add_registry_service, bind, new_server
 from kvferry.streams import StreamEnded
@@ -110,8 +111,9 @@ class Echo:
 
 
 @contextlib.asynccontextmanager
-async def listening(secret="right"):
+async def listening(secret="right", serve_fetch=None):
     echo, server = Echo(), new_server()
+    echo.serve_fetch = serve_fetch or echo.serve_fetch
     add_fetch_service(server, echo, "right")
     add_registry_service(server, echo, "right")
     port = bind(server, "127.0.0.1", 0)
@@ -155,6 +157,29 @@ async def test_what_was_sent_before_the_end_is_read_however_late():
         stream.close()
     await dialer.close()
     await server.stop(0)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_handler_that_fails_while_it_sends_is_heard_of_at_once(num_turns):
+    """T009: grpc refuses to say how a call ended while a write that was cancelled is under way."""
+
+    async def chatter(stream):
+        while True:
+            await stream.send(m.FetchProgress(1, m.FetchState.COMPUTING, 0))
+
+    async def fail():
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        raise OSError("out of luck")
+
+    async with listening(serve_fetch=lambda stream: until_first(chatter(stream), fail())) as (_, dialer, address):
+        for _ in range(5):
+            stream = dialer.fetch(address)
+            await stream.send(m.FetchAck(1))
+            with pytest.raises(StreamEnded, match="OSError"):
+                async with asyncio.timeout(2):
+                    while True:
+                        await stream.receive()
 
 
 async def test_a_wrong_secret_is_refused_without_detail():

@@ -31,6 +31,8 @@ MIN_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_MS = 2000
 MAX_CHANNELS = 4096
 LINGER_S = 2.0
+SETTLING_S = 0.05
+"""Of a write whose task was cancelled: until it is through, grpc refuses to send how the call ended."""
 
 
 def channel_options(block_bytes: int = 0) -> list[tuple[str, int]]:
@@ -188,13 +190,25 @@ class _ServerStream:
     def __init__(self, context: Any, to_wire: Callable[[Any], Any], from_wire: Callable[[Any], Any]):
         self._context, self._to_wire, self._from_wire = context, to_wire, from_wire
         self._sending = asyncio.Lock()
+        self._has_sent = self._was_cut = False
+
+    async def settle(self) -> None:
+        """Before an error is told: the caller would not hear of it, and wait for a sign of life in vain."""
+        if self._was_cut:
+            await asyncio.sleep(SETTLING_S)
 
     async def send(self, message: Any) -> None:
         if self._context.done():
             raise StreamEnded("the caller has left", "CANCELLED")
         try:
             async with self._sending:
-                await self._context.write(self._to_wire(message))
+                write = self._context.write(self._to_wire(message))
+                # The first one carries the call's head, of which grpc must come to know that it was sent.
+                await (write if self._has_sent else asyncio.shield(write))
+                self._has_sent = True
+        except asyncio.CancelledError:
+            self._was_cut = True
+            raise
         except (aio.UsageError, aio.InternalError, asyncio.InvalidStateError) as error:
             raise StreamEnded(f"the caller has left: {error}", "CANCELLED") from error
 
@@ -224,15 +238,21 @@ class _Served:
         given = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
         if not hmac.compare_digest(str(given).encode(), self._secret.encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated")
+        stream = _ServerStream(context, self._to_wire, self._from_wire)
         try:
-            await self._serve(_ServerStream(context, self._to_wire, self._from_wire))
+            await self._serve(stream)
             await _let_the_caller_read(context)
         except StreamEnded:
             return
         except TimeoutError:
+            await stream.settle()
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "a message that had to come did not come in time")
         except InvalidRequest as error:
+            await stream.settle()
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        except Exception:  # a fault of ours, which grpc logs and tells
+            await stream.settle()
+            raise
 
 
 async def _let_the_caller_read(context: Any) -> None:
