@@ -9,12 +9,13 @@ PIECE = 32 * 1024
 
 
 class Proxy:
-    """Forwards to `target`; `bytes_per_s` may be changed at any time (0 is a stall, None no limit)."""
+    """Forwards to `target`; the rates, down (from the target) and up, may be changed at any time (0 is a stall, None no limit)."""
 
     def __init__(self) -> None:
         self.port = 0
         self.target = 0
         self.bytes_per_s: float | None = None
+        self.up_bytes_per_s: float | None = None
         self.num_bytes = 0
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -46,13 +47,16 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_down: bool) -> None:
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(PIECE):
-                while is_down and self.bytes_per_s == 0:
+                while self._rate(is_down) == 0:
                     await asyncio.sleep(0.01)
-                if is_down and self.bytes_per_s:
-                    await asyncio.sleep(len(piece) / self.bytes_per_s)
+                if rate := self._rate(is_down):
+                    await asyncio.sleep(len(piece) / rate)
                 self.num_bytes += len(piece)
                 writer.write(piece)
                 await writer.drain()
+
+    def _rate(self, is_down: bool) -> float | None:
+        return self.bytes_per_s if is_down else self.up_bytes_per_s
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Proxy"]:

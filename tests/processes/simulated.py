@@ -101,13 +101,14 @@ class Footprint:
             found[name] = (process.num_fds(), process.num_threads())
         return found
 
-    def wait_back(self, timeout_s: float = 8, spare: int = 0) -> None:
-        """No more than at rest; `spare`: threads that a pool of them may have made since."""
+    def wait_back(self, timeout_s: float = 8, spare: int = 0, spare_descriptors: int = 0) -> None:
+        """No more than at rest; `spare`: threads that a pool of them may have made since, and descriptors for new acquaintances."""
 
         def is_back() -> bool:
             now = self._now()
             return all(
-                now[name][0] <= fds and now[name][1] <= threads + spare for name, (fds, threads) in self.at_rest.items()
+                now[name][0] <= fds + spare_descriptors and now[name][1] <= threads + spare
+                for name, (fds, threads) in self.at_rest.items()
             )
 
         wait_until(is_back, timeout_s, f"descriptors and threads to be back at {self.at_rest}, not {self._now()}")
