@@ -51,8 +51,15 @@ def active(service, name):
     return service.total("kvferry_worker_active", worker=name)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [
+        ("prefill", signal.SIGKILL),
+        ("decode", signal.SIGSTOP),
+        pytest.param("prefill", signal.SIGSTOP, marks=pytest.mark.soak),
+        pytest.param("decode", signal.SIGKILL, marks=pytest.mark.soak),
+    ],
+)
 def test_either_end_of_a_fetch_is_lost_and_nobody_notices(pair, reference, role, number):
     pair.wait_ready()
     pair.wait_idle()
