@@ -8,6 +8,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from kvferry.engine.fake import fake_answer
@@ -148,14 +149,25 @@ def test_running_traffic_does_not_notice_that_the_control_store_is_away(service,
     assert all(one["is_ready"] for one in service.programs.values())
 
 
+def num_at_work(service, name):
+    """Sequences that a worker computes or has waiting, and fetches that it serves."""
+    return service.total("kvferry_worker_sequences", worker=name) + service.total("kvferry_worker_active", worker=name)
+
+
 def test_scaling_down_under_load_costs_no_client_anything(service):
     service.do(service.client.scale(3, 3))
     assert {"prefill-3", "decode-3"} <= set(service.programs)
     losses = service.total("kvferry_request_events_total", event="worker_losses")
-    with ThreadPoolExecutor(40) as pool:
+    with ThreadPoolExecutor(52) as pool:
         streams = streams_of(service, pool, 40, 60, "scale")
+        long = [ids(900, ("staged", k)) for k in range(12)]
+        staged = [(prompt, pool.submit(service.stream_tokens, prompt, 20)) for prompt in long]
+        wait_until(
+            lambda: all(num_at_work(service, f"prefill-{k}") for k in (1, 2, 3)), 10, "every prefill worker to compute"
+        )
         service.do(service.client.scale(1, 1))
         assert_exact(streams, 60)
+        assert_exact(staged, 20)
     assert set(service.programs) == {"router-1", "prefill-1", "decode-1"}
     assert service.total("kvferry_request_events_total", event="worker_losses") == losses, "they drained"
     service.do(service.client.scale(2, 2))
@@ -216,6 +228,30 @@ def is_ready_again(service):
     except Exception:
         return False
     return len(programs) == 5 and all(one["is_ready"] for one in programs.values())
+
+
+def test_a_killed_router_is_found_where_it_was_and_workers_join_it_again(service):
+    before = service.programs
+    os.kill(before["router-1"]["node"]["pid"], signal.SIGKILL)
+    wait_until(
+        lambda: service.programs["router-1"]["num_starts"] > before["router-1"]["num_starts"], 20, "its next life"
+    )
+    wait_until(lambda: num_joined(service) == 4, 30, "the workers to join it")
+    prompt = ids(200, "router")
+    assert service.tokens(prompt, 6) == right(prompt, 6)
+    after = service.programs
+    for name in ("prefill-1", "prefill-2", "decode-1", "decode-2"):
+        assert (after[name]["node"]["pid"], after[name]["num_starts"]) == (
+            before[name]["node"]["pid"],
+            before[name]["num_starts"],
+        )
+
+
+def num_joined(service):
+    try:
+        return len(service.http.get("/health/ready").json()["workers"])
+    except (httpx.TransportError, ValueError, KeyError):
+        return 0
 
 
 def test_a_second_up_adopts_and_the_commands_say_what_runs(service, nodes, model_directory, tmp_path):
