@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import socket
 import time
@@ -11,33 +10,25 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from kvferry.engine.fake import fake_answer
 from kvferry.errors import ConfigurationError
-from kvferry.messages import Sampling
 from tests.processes.ray_cluster import (
     ROOT,
     RayNodes,
+    assert_exact,
     deployed,
-    deployed_by_command,
+    ids,
     json_of,
     kvferry,
+    right,
     sim_plan,
+    streams_of,
     with_token,
 )
 from tests.processes.service import wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
 
-VOCABULARY = 49152
 GRACE_S = 20
-
-
-def ids(length, seed):
-    return [random.Random(f"{seed} {k}").randrange(100, 40_000) for k in range(length)]
-
-
-def right(prompt, num_tokens):
-    return fake_answer(prompt, Sampling(0, num_tokens, 0.0), VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +54,6 @@ def place_of(service, name):
     return service.programs[name]["node"]["node_id"]
 
 
-def streams_of(service, pool, count, num_tokens, seed):
-    """That are running when this returns: prompts, and their tokens to come."""
-    prompts = [ids(40 + 3 * k, (seed, k)) for k in range(count)]
-    coming = [pool.submit(service.stream_tokens, prompt, num_tokens) for prompt in prompts]
-    wait_until(lambda: service.total("kvferry_requests", phase="decoding") >= count * 0.9, 20, "all to decode")
-    return list(zip(prompts, coming, strict=True))
-
-
-def assert_exact(streams, num_tokens):
-    for prompt, coming in streams:
-        assert coming.result() == right(prompt, num_tokens)
-
-
 def test_workers_are_spread_and_answer_exactly_over_grpc(service):
     places = {name: one["node"]["node_id"] for name, one in service.programs.items()}
     assert len({places[name] for name in places if name != "router-1"}) >= 2
@@ -91,21 +69,33 @@ def test_workers_are_spread_and_answer_exactly_over_grpc(service):
     service.wait_idle()
 
 
-def test_a_second_deployment_beside_it_answers_exactly_over_the_object_store(service, nodes, model_directory, tmp_path):
+def test_a_second_deployment_beside_it_answers_exactly_over_the_object_store(service, nodes, model_directory):
+    """In another namespace than its job's; and workers that have met do not ask the control store."""
     plan = sim_plan(model_directory, transport="ray")
-    with deployed_by_command(plan, nodes.address, "beside", tmp_path) as store:
+    pools = {role: {**plan.pool(role).model_dump(), "count": 1} for role in ("prefill", "decode")}
+    with deployed(sim_plan(model_directory, transport="ray", **pools), "beside") as store:
         assert store.url != service.url
+        assert place_of(store, "prefill-1") != place_of(store, "decode-1")
         for length in (17, 300, 1000):
-            prompt = ids(length, ("store", length))
-            answer = store.complete(prompt, 8)
-            assert answer["choices"][0]["token_ids"] == right(prompt, 8)
-            if length > 32:
-                assert (answer["kvferry"][0]["road"], answer["kvferry"][0]["fetched_blocks"]) == (
-                    "ray",
-                    (length - 1) // 16,
-                )
+            assert_fetched_through_the_store(store, length)
+        nodes.gcs.send_signal(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            assert_fetched_through_the_store(store, 310)
+            assert time.monotonic() - began < 3
+        finally:
+            nodes.gcs.send_signal(signal.SIGCONT)
         store.wait_idle()
     assert service.complete(ids(20, "still"), 4)["choices"][0]["token_ids"] == right(ids(20, "still"), 4)
+
+
+def assert_fetched_through_the_store(store, length):
+    prompt = ids(length, ("store", length))
+    answer = store.complete(prompt, 8)
+    assert answer["choices"][0]["token_ids"] == right(prompt, 8)
+    if length > 32:
+        numbers = answer["kvferry"][0]
+        assert (numbers["road"], numbers["fetched_blocks"]) == ("ray", (length - 1) // 16)
 
 
 def test_a_node_killed_under_load_costs_no_token_and_its_actors_come_back(service, nodes):
@@ -248,10 +238,12 @@ def test_a_killed_router_is_found_where_it_was_and_workers_join_it_again(service
 
 
 def num_joined(service):
+    """Workers of a router that can answer by now."""
     try:
-        return len(service.http.get("/health/ready").json()["workers"])
-    except (httpx.TransportError, ValueError, KeyError):
+        answer = service.http.get("/health/ready")
+    except httpx.TransportError:
         return 0
+    return len(answer.json()["workers"]) if answer.status_code == 200 else 0
 
 
 def test_a_second_up_adopts_and_the_commands_say_what_runs(service, nodes, model_directory, tmp_path):
