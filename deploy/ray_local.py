@@ -3,15 +3,13 @@
 What `--transport ray` needs: blocks then go through the object store. Everything else is as in deploy/local.py.
 """
 
-import asyncio
 import contextlib
-import logging
 import os
 from collections.abc import AsyncIterator
 from typing import Any
 
+from deploy.cluster.connection import import_ray, ray_here
 from deploy.local import MODULES, Child, LocalDeployment
-from kvferry.errors import ConfigurationError
 
 STORE_BYTES = 512 * 1024 * 1024
 """At most two frames of every fetch are in it at a time."""
@@ -23,30 +21,16 @@ class RayDeployment(LocalDeployment):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[LocalDeployment]:
-        ray = _import_ray()
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        await asyncio.to_thread(
-            ray.init,
-            address="local",
-            num_cpus=max(self.plan.num_prefill + self.plan.num_decode, 1),
-            include_dashboard=False,
-            object_store_memory=STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace=f"kvferry-{os.getpid()}",
-        )
-        try:
-            async with super().running() as deployment:
-                yield deployment
-        finally:
-            await asyncio.to_thread(ray.shutdown)
+        num_cpus = max(self.plan.num_prefill + self.plan.num_decode, 1)
+        async with ray_here(num_cpus, f"kvferry-{os.getpid()}", STORE_BYTES), super().running() as deployment:
+            yield deployment
 
     async def _live(self, child: Child) -> int:
         if child.role == "router":
             return await super()._live(child)
         from deploy.ray_actor import WorkerActor
 
-        ray = _import_ray()
+        ray = import_ray()
         child.num_starts += 1
         self._set_state(child, "starting")
         name = f"{child.name}-{child.num_starts}"
@@ -65,11 +49,3 @@ class RayDeployment(LocalDeployment):
             return SIGKILL_CODE
         finally:
             ray.kill(actor)
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigurationError("transport ray needs Ray: pip install 'kvferry[ray]'") from error
-    return ray

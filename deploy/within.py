@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry import process
-from kvferry.config import RouterConfig, read_config
 
 
 async def run_within(module: str, arguments: list[str], on_state: Callable[[dict[str, Any]], object]) -> int:
@@ -16,15 +15,7 @@ async def run_within(module: str, arguments: list[str], on_state: Callable[[dict
     context = contextvars.copy_context()
     context.run(process.on_state.set, on_state)
     try:
-        await asyncio.get_running_loop().create_task(_serve(program, arguments), context=context)
+        await asyncio.get_running_loop().create_task(program.serve(arguments), context=context)
     except Exception as error:  # the program's, whatever it is: a process would have ended with it
         return context.run(process.exit_code_of, error)
     return 0
-
-
-async def _serve(program: Any, arguments: list[str]) -> None:
-    """The router's program has no `serve` of its own yet."""
-    if hasattr(program, "serve"):
-        await program.serve(arguments)
-    else:
-        await program.serve_router(read_config(RouterConfig, arguments))

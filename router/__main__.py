@@ -35,6 +35,11 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
+async def serve(arguments: list[str]) -> None:
+    """Within another program, from the same flags: until cancelled. Raises ConfigurationError."""
+    await serve_router(read_config(RouterConfig, arguments))
+
+
 async def serve_router(config: RouterConfig) -> None:
     """Until cancelled. Raises ConfigurationError."""
     secret, tls = read_secret(config.secret_file), read_tls(config)

@@ -3,10 +3,15 @@
 Ray's token authentication stays as it is (on by default since 2.60): nothing here reads, makes or passes a token.
 """
 
+import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvferry.errors import ConfigurationError
@@ -32,23 +37,47 @@ def connect(address: str, namespace: str) -> None:
             f"address {address!r}: kvferry is no Ray client. Run it on a node of the cluster with --address host:port (that of "
             "`ray start`) or auto, or send it there with `ray job submit`"
         )
-    if address != "auto":
-        _reach(address)
+    reached = _address_of_this_machine() if address == "auto" else address
+    if reached:
+        _reach(reached)
     _init_bounded(f"the Ray cluster at {address}", address=address, namespace=namespace)
 
 
-def start_here(num_cpus: int, namespace: str) -> None:
-    """A Ray of this machine alone, which ends with this process. To be called on a thread that stays: its end is Ray's end."""
+@contextlib.asynccontextmanager
+async def ray_here(num_cpus: int, namespace: str, store_bytes: int = STORE_BYTES) -> AsyncIterator[None]:
+    """A Ray of this machine alone, inside. Raises ConfigurationError.
+
+    It begins and ends on a thread of its own that stays: with the thread that started them, the kernel ends Ray's processes.
+    """
+    thread, loop = ThreadPoolExecutor(1, "ray"), asyncio.get_running_loop()
+    options = {"num_cpus": num_cpus, "namespace": namespace, "object_store_memory": store_bytes}
     try:
-        _init(
-            address="local",
-            namespace=namespace,
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            object_store_memory=STORE_BYTES,
-        )
+        await loop.run_in_executor(thread, _start_here, options)
+        restore_signals()
+        yield
+    finally:
+        await loop.run_in_executor(thread, import_ray().shutdown)
+        thread.shutdown()
+
+
+def _start_here(options: dict[str, Any]) -> None:
+    try:
+        _init(address="local", include_dashboard=False, **options)
+    except ConfigurationError:
+        raise
     except Exception as error:
         raise ConfigurationError(_reason("a Ray on this machine", error)) from error
+
+
+def restore_signals() -> None:
+    """Ray puts a handler of its own in the place of SIGTERM's, which would end this process in disorder.
+
+    On the main thread; any other has nothing to restore.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.getsignal(number) or signal.SIG_DFL)
 
 
 def _init_bounded(what: str, **options: Any) -> None:
@@ -76,6 +105,18 @@ def _init(**options: Any) -> None:
     ray = import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def _address_of_this_machine() -> str:
+    """What `auto` means here, in the order that `ray.init` has: it can then be tried in bounded time. Empty if there is none."""
+    import_ray()
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        found: str = canonicalize_bootstrap_address("auto") or ""
+    except (ConnectionError, ValueError):
+        return ""
+    return "" if "://" in found else found
 
 
 def _reach(address: str) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import math
-import signal
 from collections.abc import AsyncIterator
 
 import httpx
@@ -11,7 +10,7 @@ import psutil
 from rich.console import Console
 
 from deploy.cluster.client import LOST_PAUSE_S, ClusterClient, Status, urls
-from deploy.cluster.connection import connect, import_ray, start_here
+from deploy.cluster.connection import connect, import_ray, ray_here, restore_signals
 from deploy.cluster.console import Phases, SeatLines, cluster_banner, print_status
 from deploy.cluster.nodes import cluster_nodes
 from deploy.cluster.plan import KINDS, ClusterPlan
@@ -28,34 +27,30 @@ async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Con
     """On a cluster: until it is ready, and it stays. Without an address: on a Ray of this machine, until cancelled."""
     plan.check()
     phases = Phases()
-    if address:
-        await asyncio.to_thread(connect, address, namespace)
-    else:
-        await asyncio.to_thread(start_here, num_cpus_of(plan), namespace)
-    phases.done("Ray")
-    _hear_signals()
-    ray = import_ray()
-    try:
-        at = address or "auto"
+    ray_for_it = _connected(address, namespace) if address else ray_here(num_cpus_of(plan), namespace)
+    async with ray_for_it:
+        phases.done("Ray")
         client = ClusterClient(namespace, SeatLines(notes))
         await client.find_or_start()
         phases.done("controller")
         status = await client.up(plan)
         phases.done("programs")
         await until_serving(status)
-        print(cluster_banner(status, phases, _ray_bytes(status) if not address else 0, at), flush=True)
+        ray_bytes = 0 if address else _ray_bytes(status)
+        print(cluster_banner(status, phases, ray_bytes, address or "auto"), flush=True)
         if not address:
             await _stay(client, notes)
+
+
+@contextlib.asynccontextmanager
+async def _connected(address: str, namespace: str) -> AsyncIterator[None]:
+    """To a cluster that is there. Raises ConfigurationError."""
+    await asyncio.to_thread(connect, address or "auto", namespace)
+    restore_signals()
+    try:
+        yield
     finally:
-        await asyncio.to_thread(ray.shutdown)
-
-
-def _hear_signals() -> None:
-    """Ray puts a handler of its own in the place of SIGTERM's, which would end this process in disorder."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        await asyncio.to_thread(import_ray().shutdown)
 
 
 async def _stay(client: ClusterClient, notes: Console) -> None:
@@ -79,13 +74,10 @@ async def _stay(client: ClusterClient, notes: Console) -> None:
 @contextlib.asynccontextmanager
 async def deployed(address: str, namespace: str, notes: Console) -> AsyncIterator[ClusterClient]:
     """The deployment that runs there. Raises ConfigurationError."""
-    await asyncio.to_thread(connect, address or "auto", namespace)
-    try:
+    async with _connected(address, namespace):
         client = ClusterClient(namespace, SeatLines(notes))
         await client.find()
         yield client
-    finally:
-        await asyncio.to_thread(import_ray().shutdown)
 
 
 async def show_status(address: str, namespace: str, notes: Console, as_json: bool) -> None:
@@ -95,8 +87,7 @@ async def show_status(address: str, namespace: str, notes: Console, as_json: boo
 
 async def load_on_cluster(load: LoadPlan, url: str | None, address: str, namespace: str, notes: Console) -> LoadReport:
     """From every node that is alive, to the deployment that runs there or to `url`. Raises ConfigurationError or NoWorker."""
-    await asyncio.to_thread(connect, address or "auto", namespace)
-    try:
+    async with _connected(address, namespace):
         if url is None:
             client = ClusterClient(namespace)
             await client.find()
@@ -104,8 +95,6 @@ async def load_on_cluster(load: LoadPlan, url: str | None, address: str, namespa
         nodes = await asyncio.to_thread(cluster_nodes)
         notes.print(f"  load on {url} from {len(nodes)} node(s)")
         return await load_from_nodes(url.rstrip("/"), load, [node.node_id for node in nodes])
-    finally:
-        await asyncio.to_thread(import_ray().shutdown)
 
 
 async def until_serving(status: Status) -> None:

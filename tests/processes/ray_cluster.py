@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,12 @@ import psutil
 from deploy.cluster.client import ClusterClient, urls
 from deploy.cluster.plan import ClusterPlan, plan_of
 from deploy.cluster.session import until_serving
-from tests.processes.service import Service
+from kvferry.engine.fake import fake_answer
+from kvferry.messages import Sampling
+from tests.processes.service import Service, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 49152
 STORE_BYTES = 80 * 1024 * 1024
 SIM = {"engine": "sim", "sim_shape": "llama-3.1-8b", "sim_accelerator": "l4", "kv_tokens": 40000}
 """Some 70 ms a step."""
@@ -40,9 +45,12 @@ def ensure_token() -> None:
 
 
 class RayNodes:
-    """Node processes of a cluster: `head` has the router's processor, each other has room for four workers."""
+    """Node processes of a cluster: `head` has the router's processor, each other has room for four workers.
 
-    def __init__(self, num_nodes: int):
+    `is_driver`: this process is connected to it, and so ends with it. `more`: of Ray's own configuration.
+    """
+
+    def __init__(self, num_nodes: int, is_driver: bool = True, **more: Any):
         import ray
         from ray.cluster_utils import Cluster
 
@@ -51,11 +59,12 @@ class RayNodes:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         head: dict[str, Any] = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
         head["labels"] = {"door": "front"}
-        self._cluster: Any = Cluster(True, head_node_args={**head, "_system_config": QUICK_TO_SEE_DEATH})
+        self._cluster: Any = Cluster(True, head_node_args={**head, "_system_config": {**QUICK_TO_SEE_DEATH, **more}})
         for _ in range(num_nodes):
             self.add_node()
         self.address: str = self._cluster.address
-        ray.init(address=self.address, namespace="kvferry", log_to_driver=False, logging_level="ERROR")
+        if is_driver:
+            ray.init(address=self.address, namespace="kvferry", log_to_driver=False, logging_level="ERROR")
 
     def add_node(self) -> None:
         labels = {"disk": "fast"}
@@ -130,25 +139,26 @@ def deployed(plan: ClusterPlan, namespace: str) -> Iterator[ClusterService]:
         asyncio.run(client.down())
 
 
-@contextlib.contextmanager
-def deployed_by_command(plan: ClusterPlan, address: str, namespace: str, folder: Path) -> Iterator[ClusterService]:
-    """As `deployed`, in a namespace that is not this process's: actors are looked up in that of the program that asks for them."""
-    file = folder / "deployment.yaml"
-    file.write_text(plan.model_dump_json())
-    at = (f"--address={address}", f"--namespace={namespace}")
-    run = kvferry("up", "--on=ray", *at, f"--deployment={file}")
-    assert run.returncode == 0, run.stderr
-    client = ClusterClient(namespace)
+def ids(length: int, seed: object) -> list[int]:
+    return [random.Random(f"{seed} {k}").randrange(100, 40_000) for k in range(length)]
 
-    async def found() -> dict[str, Any]:
-        await client.find()
-        return await client.status()
 
-    try:
-        yield ClusterService(client, asyncio.run(found()))
-    finally:
-        run = kvferry("down", *at)
-        assert run.returncode == 0, run.stderr
+def right(prompt: list[int], num_tokens: int) -> list[int]:
+    """What simulated workers answer if no block was wrong."""
+    return fake_answer(prompt, Sampling(0, num_tokens, 0.0), VOCABULARY)
+
+
+def streams_of(service: Service, pool: Executor, count: int, num_tokens: int, seed: object) -> list[Any]:
+    """That are running when this returns: prompts, and their tokens to come."""
+    prompts = [ids(40 + 3 * k, (seed, k)) for k in range(count)]
+    coming = [pool.submit(service.stream_tokens, prompt, num_tokens) for prompt in prompts]
+    wait_until(lambda: service.total("kvferry_requests", phase="decoding") >= count * 0.9, 20, "all to decode")
+    return list(zip(prompts, coming, strict=True))
+
+
+def assert_exact(streams: list[Any], num_tokens: int) -> None:
+    for prompt, coming in streams:
+        assert coming.result() == right(prompt, num_tokens)
 
 
 def kvferry(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,9 +5,13 @@ import random
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import msgpack
 import pytest
 
+from kvferry.errors import RoadFailed
+from kvferry.kv.roads import object_store
 from tests.processes.service import serving, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
@@ -29,9 +33,13 @@ def failures(service):
 
 def num_objects():
     """In the object store, by what it says of itself."""
+    import ray
     from ray._private.internal_api import memory_summary
 
-    found = re.search(r"Plasma memory usage \d+ MiB, (\d+) objects", memory_summary(stats_only=True))
+    said = memory_summary(
+        ray.get_runtime_context().gcs_address, stats_only=True
+    )  # else of the Ray that was begun last on this machine
+    found = re.search(r"Plasma memory usage \d+ MiB, (\d+) objects", said)
     return int(found[1]) if found else 0
 
 
@@ -72,3 +80,71 @@ def test_an_owner_that_dies_is_a_miss_and_comes_back(actors, reference, number):
     answer = actors.complete(again, 4)
     reference.check(again, answer["choices"][0]["token_ids"])
     assert answer["kvferry"][0]["road"] == "ray", failures(actors)
+
+
+# ------------------------------------------------------------------------------------- how a source's actor is found: no Ray
+
+
+class FakeCluster:
+    """What the road asks of Ray: named actors, by namespace and name."""
+
+    exceptions = SimpleNamespace(RayError=ConnectionError)
+
+    def __init__(self, actors):
+        self.actors, self.num_asked = actors, 0
+        self.util = SimpleNamespace(
+            list_named_actors=lambda all_namespaces: [{"namespace": space, "name": name} for space, name in actors]
+        )
+
+    def get_actor(self, name, namespace):
+        self.num_asked += 1
+        if (namespace, name) not in self.actors:
+            raise ValueError(f"Failed to look up actor with name {name!r}")
+        return self.actors[namespace, name]
+
+
+class FakeActor:
+    def __init__(self, actor_id):
+        self._actor_id = bytes.fromhex(actor_id)
+        self.ship_blocks = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self.ship))
+
+    async def ship(self, ticket):
+        if ticket == b"lost":
+            raise ConnectionError("the actor died")
+        yield ticket
+
+
+def offer_of(namespace, name, actor_id):
+    return msgpack.packb([namespace, name, actor_id])
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    monkeypatch.setattr(object_store, "_actors", {})
+    actors = {("job", "prefill-1"): FakeActor("01"), ("other", "prefill-1"): FakeActor("02")}
+    found = FakeCluster(actors)
+    monkeypatch.setattr(object_store, "_ray", lambda: found)
+    return found
+
+
+async def test_an_actor_in_another_namespace_than_its_job_is_found_by_its_id(cluster):
+    inlet = await object_store.enter(offer_of("job", "prefill-1", "02"), b"ticket")
+    assert await anext(inlet._generator) == b"ticket"
+    assert list(object_store._actors.values()) == [cluster.actors["other", "prefill-1"]]
+
+
+async def test_the_control_store_is_asked_once_in_an_actors_life_and_again_when_it_broke(cluster):
+    offer = offer_of("job", "prefill-1", "01")
+    for _ in range(3):
+        await object_store.enter(offer, b"ticket")
+    assert cluster.num_asked == 1
+    with pytest.raises(RoadFailed, match="the object is lost"):
+        await (await object_store.enter(offer, b"lost")).arrive(None, 1, 16)
+    await object_store.enter(offer, b"ticket")
+    assert cluster.num_asked == 2
+
+
+async def test_why_there_is_no_road_to_an_actor_is_said_in_the_log(cluster, caplog):
+    with pytest.raises(RoadFailed, match="no actor prefill-1 with id 03"):
+        await object_store.enter(offer_of("job", "prefill-1", "03"), b"ticket")
+    assert "no road through Ray's object store: no actor prefill-1 with id 03" in caplog.text

@@ -2,41 +2,33 @@
 
 import json
 import os
-import random
 import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
-from kvferry.engine.fake import fake_answer
 from kvferry.errors import ConfigurationError
-from kvferry.messages import Sampling
 from tests.processes.ray_cluster import (
     ROOT,
     RayNodes,
+    assert_exact,
     deployed,
-    deployed_by_command,
+    ids,
     json_of,
     kvferry,
+    right,
     sim_plan,
+    streams_of,
     with_token,
 )
 from tests.processes.service import wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
 
-VOCABULARY = 49152
 GRACE_S = 20
-
-
-def ids(length, seed):
-    return [random.Random(f"{seed} {k}").randrange(100, 40_000) for k in range(length)]
-
-
-def right(prompt, num_tokens):
-    return fake_answer(prompt, Sampling(0, num_tokens, 0.0), VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +54,6 @@ def place_of(service, name):
     return service.programs[name]["node"]["node_id"]
 
 
-def streams_of(service, pool, count, num_tokens, seed):
-    """That are running when this returns: prompts, and their tokens to come."""
-    prompts = [ids(40 + 3 * k, (seed, k)) for k in range(count)]
-    coming = [pool.submit(service.stream_tokens, prompt, num_tokens) for prompt in prompts]
-    wait_until(lambda: service.total("kvferry_requests", phase="decoding") >= count * 0.9, 20, "all to decode")
-    return list(zip(prompts, coming, strict=True))
-
-
-def assert_exact(streams, num_tokens):
-    for prompt, coming in streams:
-        assert coming.result() == right(prompt, num_tokens)
-
-
 def test_workers_are_spread_and_answer_exactly_over_grpc(service):
     places = {name: one["node"]["node_id"] for name, one in service.programs.items()}
     assert len({places[name] for name in places if name != "router-1"}) >= 2
@@ -90,21 +69,33 @@ def test_workers_are_spread_and_answer_exactly_over_grpc(service):
     service.wait_idle()
 
 
-def test_a_second_deployment_beside_it_answers_exactly_over_the_object_store(service, nodes, model_directory, tmp_path):
+def test_a_second_deployment_beside_it_answers_exactly_over_the_object_store(service, nodes, model_directory):
+    """In another namespace than its job's; and workers that have met do not ask the control store."""
     plan = sim_plan(model_directory, transport="ray")
-    with deployed_by_command(plan, nodes.address, "beside", tmp_path) as store:
+    pools = {role: {**plan.pool(role).model_dump(), "count": 1} for role in ("prefill", "decode")}
+    with deployed(sim_plan(model_directory, transport="ray", **pools), "beside") as store:
         assert store.url != service.url
+        assert place_of(store, "prefill-1") != place_of(store, "decode-1")
         for length in (17, 300, 1000):
-            prompt = ids(length, ("store", length))
-            answer = store.complete(prompt, 8)
-            assert answer["choices"][0]["token_ids"] == right(prompt, 8)
-            if length > 32:
-                assert (answer["kvferry"][0]["road"], answer["kvferry"][0]["fetched_blocks"]) == (
-                    "ray",
-                    (length - 1) // 16,
-                )
+            assert_fetched_through_the_store(store, length)
+        nodes.gcs.send_signal(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            assert_fetched_through_the_store(store, 310)
+            assert time.monotonic() - began < 3
+        finally:
+            nodes.gcs.send_signal(signal.SIGCONT)
         store.wait_idle()
     assert service.complete(ids(20, "still"), 4)["choices"][0]["token_ids"] == right(ids(20, "still"), 4)
+
+
+def assert_fetched_through_the_store(store, length):
+    prompt = ids(length, ("store", length))
+    answer = store.complete(prompt, 8)
+    assert answer["choices"][0]["token_ids"] == right(prompt, 8)
+    if length > 32:
+        numbers = answer["kvferry"][0]
+        assert (numbers["road"], numbers["fetched_blocks"]) == ("ray", (length - 1) // 16)
 
 
 def test_a_node_killed_under_load_costs_no_token_and_its_actors_come_back(service, nodes):
@@ -148,14 +139,25 @@ def test_running_traffic_does_not_notice_that_the_control_store_is_away(service,
     assert all(one["is_ready"] for one in service.programs.values())
 
 
+def num_at_work(service, name):
+    """Sequences that a worker computes or has waiting, and fetches that it serves."""
+    return service.total("kvferry_worker_sequences", worker=name) + service.total("kvferry_worker_active", worker=name)
+
+
 def test_scaling_down_under_load_costs_no_client_anything(service):
     service.do(service.client.scale(3, 3))
     assert {"prefill-3", "decode-3"} <= set(service.programs)
     losses = service.total("kvferry_request_events_total", event="worker_losses")
-    with ThreadPoolExecutor(40) as pool:
+    with ThreadPoolExecutor(52) as pool:
         streams = streams_of(service, pool, 40, 60, "scale")
+        long = [ids(900, ("staged", k)) for k in range(12)]
+        staged = [(prompt, pool.submit(service.stream_tokens, prompt, 20)) for prompt in long]
+        wait_until(
+            lambda: all(num_at_work(service, f"prefill-{k}") for k in (1, 2, 3)), 10, "every prefill worker to compute"
+        )
         service.do(service.client.scale(1, 1))
         assert_exact(streams, 60)
+        assert_exact(staged, 20)
     assert set(service.programs) == {"router-1", "prefill-1", "decode-1"}
     assert service.total("kvferry_request_events_total", event="worker_losses") == losses, "they drained"
     service.do(service.client.scale(2, 2))
@@ -216,6 +218,32 @@ def is_ready_again(service):
     except Exception:
         return False
     return len(programs) == 5 and all(one["is_ready"] for one in programs.values())
+
+
+def test_a_killed_router_is_found_where_it_was_and_workers_join_it_again(service):
+    before = service.programs
+    os.kill(before["router-1"]["node"]["pid"], signal.SIGKILL)
+    wait_until(
+        lambda: service.programs["router-1"]["num_starts"] > before["router-1"]["num_starts"], 20, "its next life"
+    )
+    wait_until(lambda: num_joined(service) == 4, 30, "the workers to join it")
+    prompt = ids(200, "router")
+    assert service.tokens(prompt, 6) == right(prompt, 6)
+    after = service.programs
+    for name in ("prefill-1", "prefill-2", "decode-1", "decode-2"):
+        assert (after[name]["node"]["pid"], after[name]["num_starts"]) == (
+            before[name]["node"]["pid"],
+            before[name]["num_starts"],
+        )
+
+
+def num_joined(service):
+    """Workers of a router that can answer by now."""
+    try:
+        answer = service.http.get("/health/ready")
+    except httpx.TransportError:
+        return 0
+    return len(answer.json()["workers"]) if answer.status_code == 200 else 0
 
 
 def test_a_second_up_adopts_and_the_commands_say_what_runs(service, nodes, model_directory, tmp_path):

@@ -16,27 +16,23 @@ pytestmark = [pytest.mark.model, pytest.mark.processes]
 
 def start(model_directory, *flags):
     """The process. Its Ray is found as `auto`: no other one runs on this machine meanwhile."""
-    command = [
-        sys.executable,
-        "-m",
-        "deploy",
-        "up",
-        "--on=ray",
-        f"--model={model_directory}",
-        "--engine=sim",
-        "--port=0",
-    ]
-    up = subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=with_token()
-    )
-    banner = ""
-    while "kvferry status" not in banner:
-        line = up.stdout.readline()
-        assert line, up.stderr.read()
-        banner += line
+    up, banner = begun("--on=ray", f"--model={model_directory}", *flags, until="kvferry status")
     assert re.search(r"start-up  Ray .* s, controller .* s, programs .* s", banner)
     assert re.search(r"memory    router .*, prefill .*, decode .*, controller .*, Ray itself .*", banner)
     return up
+
+
+def begun(*flags, until):
+    command = [sys.executable, "-m", "deploy", "up", "--engine=sim", "--port=0", *flags]
+    up = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=with_token()
+    )
+    banner = ""
+    while until not in banner:
+        line = up.stdout.readline()
+        assert line, up.stderr.read()
+        banner += line
+    return up, banner
 
 
 def test_the_commands_as_a_person_calls_them(model_directory):
@@ -67,6 +63,15 @@ def test_a_signal_ends_all_of_it_in_order(model_directory):
     assert up.wait(15) == 130
     assert not psutil.wait_procs(processes, 10)[1]
     assert time.monotonic() - began < 15
+
+
+def test_a_signal_ends_workers_that_are_actors_in_order_too(model_directory):
+    up, _ = begun("--transport=ray", f"--model={model_directory}", until="curl")
+    processes = psutil.Process(up.pid).children(recursive=True)
+    up.send_signal(signal.SIGTERM)
+    assert up.wait(15) == 130
+    assert not psutil.wait_procs(processes, 10)[1]
+    assert "SIGTERM received" not in up.stderr.read(), "that is Ray's handler, which ends a process where it stands"
 
 
 def test_a_port_that_is_taken_is_named_and_nothing_is_left(model_directory):

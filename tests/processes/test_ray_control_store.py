@@ -1,0 +1,67 @@
+"""The control store of a Ray cluster is killed and stays away, without external storage (T045): what is promised then."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+
+from tests.processes.ray_cluster import (
+    ClusterService,
+    RayNodes,
+    assert_exact,
+    ids,
+    json_of,
+    kvferry,
+    right,
+    sim_plan,
+    streams_of,
+)
+from tests.processes.service import wait_until
+
+pytestmark = [pytest.mark.model, pytest.mark.processes]
+
+LIMIT_S = 4
+"""That Ray's processes wait for it; 60 s where nobody sets it."""
+
+
+@pytest.fixture
+def nodes():
+    """This process is no driver of it: Ray ends those, too."""
+    cluster = RayNodes(num_nodes=1, is_driver=False, gcs_rpc_server_reconnect_timeout_s=LIMIT_S)
+    yield cluster
+    cluster.close()
+
+
+def started(plan, address, folder):
+    """The deployment's door, and its processes."""
+    file = folder / "deployment.yaml"
+    file.write_text(plan.model_dump_json())
+    run = kvferry("up", "--on=ray", f"--address={address}", f"--deployment={file}")
+    assert run.returncode == 0, run.stderr
+    status = json_of(kvferry("status", f"--address={address}", "--json"))
+    pids = [status["controller"]["pid"], *(one["node"]["pid"] for one in status["programs"])]
+    return ClusterService(None, status), [psutil.Process(pid) for pid in pids]
+
+
+def test_streams_run_on_commands_say_so_at_once_and_then_all_of_it_ends(nodes, model_directory, tmp_path):
+    one = {"count": 1, "cpus": 1, "resources": {"slot": 1}}
+    service, processes = started(sim_plan(model_directory, prefill=one, decode=one), nodes.address, tmp_path)
+    with ThreadPoolExecutor(6) as pool:
+        streams = streams_of(service, pool, 4, 20, "short")
+        endless = pool.submit(service.stream_tokens, ids(40, "endless"), 2000)
+        nodes.gcs.kill()
+        killed = time.monotonic()
+        assert service.tokens(ids(100, "new"), 4) == right(ids(100, "new"), 4)
+        assert_exact(streams, 20)
+        assert time.monotonic() - killed < LIMIT_S
+        for address in (nodes.address, "auto"):
+            began = time.monotonic()
+            run = kvferry("status", f"--address={address}")
+            assert run.returncode == 2
+            assert f"no Ray at {nodes.address}: " in run.stderr.replace("\n", " ")
+            assert time.monotonic() - began < 10
+        with pytest.raises(httpx.TransportError):
+            endless.result(timeout=30)
+    wait_until(lambda: not any(one.is_running() for one in processes), 20, "Ray to end its processes")
