@@ -96,7 +96,7 @@ SLOW_UP_BYTES_PER_S = 4_000
 """Acknowledgements; what is asked for again after it was evicted takes a second."""
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", ["grpc", *(pytest.param(road, marks=pytest.mark.soak) for road in ("shm", "ray"))])
 def test_a_slow_line_at_either_end_in_every_phase_is_no_failure(rigs, road):
     here = rigs.on(road)
     for end in ("source", "reader"):

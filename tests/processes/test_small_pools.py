@@ -72,7 +72,7 @@ async def tokens_of(peer: Peer, name: str, openings: list[RequestOpen]) -> dict[
 
 def test_answers_that_each_need_the_room_of_the_other_where_they_decode_all_end(cramped):
     """A router that does not look sends both to one worker, which preempts the younger one."""
-    prompts, before = [ids(280, ("grow", k)) for k in range(2)], counted(cramped, "preemptions")
+    prompts, before = [ids(200, ("grow", k)) for k in range(2)], counted(cramped, "preemptions")
 
     async def main() -> dict[int, list[int]]:
         sources, sampling = sources_of(cramped, "prefill-1"), Sampling(0, 160, 0.0)
