@@ -56,7 +56,7 @@ def test_blocks_come_through_the_store_and_none_stays_there(actors, reference):
     wait_until(lambda: num_objects() <= before, 3, "the store to be as it was")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
 def test_an_owner_that_dies_is_a_miss_and_comes_back(actors, reference, number):
     prompt, bystanders = ids(300, "owner"), [ids(25, ("by", k)) for k in range(2)]
     before = num_objects()

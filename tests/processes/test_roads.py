@@ -121,7 +121,9 @@ def wait_for_transfer(proxy, num_bytes):
     wait_until(lambda: proxy.num_bytes - before >= num_bytes, 20, f"{num_bytes} bytes of a transfer")
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop", "cut", "stall"])
+@pytest.mark.parametrize(
+    "fault", ["cut", *(pytest.param(one, marks=pytest.mark.soak) for one in ("kill", "stop", "stall"))]
+)
 def test_a_transfer_that_breaks_half_way_keeps_what_arrived_and_costs_no_token(slow, reference, fault):
     service, proxy = slow
     fetched = service.total("kvferry_worker_events_total", name="fetched_blocks")
