@@ -19,6 +19,8 @@ STALL_S = 0.25
 """Decode workers stretch a step by no more for what is computed beside their streams (`--itl-target-ms`)."""
 STREAMS_FIRST = 4.0
 """A second for which streams stand still counts as so many that a request waits for its first token."""
+MANY_PLACED = 2**40
+"""More than any worker is ever given: how much a worker does and whose turn it is compare as one number."""
 NUM_COMPARED_SOURCES = 4
 """Prefill workers that are compared for each decode worker; all of them for the chosen one."""
 SAME = 1.01
@@ -85,6 +87,10 @@ class Demand:
     """Every position must pass through the decode worker's steps."""
     explains: bool = False
 
+    @property
+    def has_slo(self) -> bool:
+        return self.slo_ttft_s < float("inf") or self.slo_tpot_s < float("inf")
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -134,13 +140,48 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class _DecodeCosts:
-    """Of each row of `rows`."""
+class _Chain:
+    """What is the same for every decode worker that may be chosen."""
 
+    sources: NDArray[np.intp]
+    """Prefill workers that could compute it."""
+    holders: NDArray[np.intp]
+    """Usable workers of either pool that hold some of it."""
+    held: Ints
+    """By each of the holders, in blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SourceTimes:
+    """Seconds of each source."""
+
+    waiting_s: Floats
+    computing_s: Floats
+    moving_s: Floats
+    total_s: Floats
+    """Moving hides behind computing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeCosts:
     rows: NDArray[np.intp]
-    ttft_s: Floats
-    step_s: Floats
+    """Of workers that can take the request."""
     cost_s: Floats
+    """Of each row of `rows`; what is below is of all workers."""
+    alone_s: Floats
+    """Until it would have computed what it lacks."""
+    harmful_s: Floats
+    """The same, with what that takes from the streams there."""
+    remote_s: Floats | None
+    """Until it would have that from a source."""
+
+    def ttft_s(self, demand: Demand, columns: Columns) -> Floats:
+        """Of each row of `rows`, the way that costs less."""
+        fetching_s = self.alone_s[self.rows]
+        if self.remote_s is not None:
+            remote_s = self.remote_s[self.rows]
+            fetching_s = np.where(self.harmful_s[self.rows] <= remote_s, fetching_s, remote_s)
+        return fetching_s + _step_s(demand, columns, self.rows)
 
 
 Scorer = Callable[[Columns, Demand, _DecodeCosts], Floats]
@@ -148,10 +189,17 @@ Scorer = Callable[[Columns, Demand, _DecodeCosts], Floats]
 
 def _cheapness(columns: Columns, demand: Demand, costs: _DecodeCosts) -> Floats:
     """Those that keep the SLOs are before those that do not."""
-    del columns
-    keeps = (costs.ttft_s <= demand.slo_ttft_s) & (costs.step_s <= demand.slo_tpot_s)
     score: Floats = costs.cost_s.min() / costs.cost_s
+    if not demand.has_slo:
+        return score
+    keeps = costs.ttft_s(demand, columns) <= demand.slo_ttft_s
+    keeps &= _step_s(demand, columns, costs.rows) <= demand.slo_tpot_s
     return np.where(keeps, 0.5 + 0.5 * score, 0.5 * score) if not keeps.all() else score
+
+
+def _step_s(demand: Demand, columns: Columns, rows: NDArray[np.intp] | int) -> Floats:
+    """With the request in it."""
+    return columns.step_base_s[rows] + columns.step_slope_s[rows] * (columns.num_active[rows] + demand.num_choices)
 
 
 def _prefix(columns: Columns, demand: Demand, costs: _DecodeCosts) -> Floats:
@@ -189,14 +237,16 @@ POLICIES = {
 
 def rows_with_room(columns: Columns, demand: Demand) -> NDArray[np.intp]:
     """A worker with nothing to do takes whatever fits into its pool; others must have room beside what they have."""
-    tokens = demand.num_tokens * demand.num_choices
-    has_room = columns.num_active + demand.num_choices <= columns.max_active
-    has_room &= columns.active_tokens + tokens <= columns.pool_tokens
-    is_idle = columns.num_active == 0
-    able = columns.is_decode & columns.is_usable & (columns.pool_tokens >= demand.num_kv_tokens)
+    able = columns.num_active == 0
     if not demand.runs_apart:
+        has_room = columns.active_tokens + demand.num_tokens * demand.num_choices <= columns.pool_tokens
+        has_room &= columns.num_active + demand.num_choices <= columns.max_active
+        able |= has_room
         able &= ~columns.is_reserved
-    return np.flatnonzero(able & (is_idle if demand.runs_apart else is_idle | has_room))
+    able &= columns.pool_tokens >= demand.num_kv_tokens
+    able &= columns.is_decode
+    able &= columns.is_usable
+    return able.nonzero()[0]
 
 
 def place(demand: Demand, columns: Columns, policy: Policy) -> Placement | None:
@@ -204,103 +254,122 @@ def place(demand: Demand, columns: Columns, policy: Policy) -> Placement | None:
     rows = rows_with_room(columns, demand)
     if not len(rows):
         return None
-    sources = _sources(demand, columns)
-    costs = _decode_costs(demand, columns, rows, sources)
+    chain = _chain(demand, columns)
+    costs = _decode_costs(demand, columns, rows, chain)
     scores = policy.score(columns, demand, costs)
     chosen = _pick(columns, rows, scores)
-    placement = _with_sources(demand, columns, int(rows[chosen]), sources, policy, float(costs.step_s[chosen]))
+    placement = _with_sources(demand, columns, int(rows[chosen]), chain, policy)
     if not demand.explains:
         return placement
-    return _explained(placement, demand, columns, costs, scores)
+    return _explained(placement, demand, columns, chain, costs, scores)
+
+
+def _chain(demand: Demand, columns: Columns) -> _Chain:
+    holders = (columns.held_blocks > 0).nonzero()[0]
+    holders = holders[columns.is_usable[holders]]
+    return _Chain(_sources(demand, columns), holders, columns.held_blocks[holders])
 
 
 def _sources(demand: Demand, columns: Columns) -> NDArray[np.intp]:
     """Prefill workers that could compute the chain."""
     if demand.computes_all or not demand.num_blocks_before_tail:
         return np.empty(0, np.intp)
-    chain_tokens = demand.num_blocks_before_tail * demand.block_size
-    able = ~columns.is_decode & columns.is_usable & (columns.pool_tokens >= chain_tokens)
-    return _without(able, demand.failed_rows)
+    able = columns.pool_tokens >= demand.num_blocks_before_tail * demand.block_size
+    able &= columns.is_usable
+    able &= ~columns.is_decode
+    return _without(able.nonzero()[0], demand.failed_rows)
 
 
-def _without(rows: Bools, excluded: Iterable[int]) -> NDArray[np.intp]:
-    """`rows` is the caller's to change."""
+def _without(rows: NDArray[np.intp], excluded: Iterable[int]) -> NDArray[np.intp]:
     for row in excluded:
-        if row < len(rows):
-            rows[row] = False
-    return np.flatnonzero(rows)
+        rows = rows[rows != row]
+    return rows
 
 
-def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], sources: NDArray[np.intp]) -> _DecodeCosts:
-    """What each decode worker would cost: the request's own time, and what it takes from the streams there."""
-    size, num_blocks = demand.block_size, demand.num_blocks_before_tail
-    active = columns.num_active[rows]
-    missing = np.maximum(num_blocks - columns.held_blocks[rows], 0) * size
-    fetching_s = columns.waiting_tokens[rows] / columns.tokens_per_s[rows]
-    fetching_s += missing / columns.tokens_per_s[rows]
-    harm_s = np.where(missing > demand.local_tokens, fetching_s * STREAMS_FIRST * active, 0.0)
-    if len(sources):
-        wait_s = columns.waiting_tokens[sources] / columns.tokens_per_s[sources]
-        lacking = num_blocks - np.minimum(columns.held_blocks[sources], num_blocks)
-        total_s = wait_s + lacking * size / columns.tokens_per_s[sources]
-        if len(sources) > NUM_COMPARED_SOURCES:
-            best = np.argpartition(total_s, NUM_COMPARED_SOURCES)[:NUM_COMPARED_SOURCES]
-            sources, wait_s = sources[best], wait_s[best]
-        held, block_s = columns.held_blocks[rows], size / columns.tokens_per_s[sources]
-        start = np.maximum(columns.held_blocks[sources][:, None], np.minimum(held, num_blocks)[None, :])
-        # One row for each source: long rows are what numpy is fast at.
-        times_s = (num_blocks - start) * block_s[:, None]
-        times_s += wait_s[:, None]
-        remote_s = times_s.min(axis=0) + FETCH_S
-        is_here = fetching_s + harm_s <= remote_s
-        fetching_s = np.where(missing > 0, np.where(is_here, fetching_s, remote_s), 0.0)
-        harm_s = np.where(is_here, harm_s, 0.0)
-    step_s = columns.step_base_s[rows] + columns.step_slope_s[rows] * (active + demand.num_choices)
-    ttft_s = fetching_s + step_s
-    slowed_s = columns.step_slope_s[rows] * active * demand.num_choices
-    cost_s = ttft_s + harm_s + (step_s + slowed_s) * demand.output_tokens
-    return _DecodeCosts(rows, ttft_s, step_s, np.maximum(cost_s, 1e-9))
+def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], chain: _Chain) -> _DecodeCosts:
+    """What each decode worker would cost: the request's own time, and what it takes from the streams there.
+
+    Computed for all rows and then read for `rows`: numpy is faster on whole columns than at picking from them.
+    """
+    num_blocks, num_choices, num_steps = demand.num_blocks_before_tail, demand.num_choices, demand.output_tokens
+    missing = num_blocks - np.minimum(columns.held_blocks, num_blocks)
+    missing *= demand.block_size
+    alone_s = (columns.waiting_tokens + missing) / columns.tokens_per_s
+    harmful_s = columns.num_active.astype(np.float64) * STREAMS_FIRST
+    harmful_s += 1.0
+    np.copyto(harmful_s, 1.0, where=missing <= demand.local_tokens)
+    harmful_s *= alone_s
+    # Of its own steps, the first token's included, each holds up the request; what it adds to them holds up the streams there.
+    slopes = columns.num_active * (1 + num_steps + num_choices * num_steps)
+    slopes += num_choices * (1 + num_steps)
+    cost_s = slopes * columns.step_slope_s
+    cost_s += columns.step_base_s * (1 + num_steps)
+    remote_s = _remote_s(demand, columns, chain, alone_s) if len(chain.sources) else None
+    cost_s += harmful_s if remote_s is None else np.minimum(harmful_s, remote_s)
+    return _DecodeCosts(rows, np.maximum(cost_s[rows], 1e-9), alone_s, harmful_s, remote_s)
+
+
+def _remote_s(demand: Demand, columns: Columns, chain: _Chain, alone_s: Floats) -> Floats:
+    """Seconds until each worker would have the chain from the best of a few sources, no time where nothing is missing.
+
+    `alone_s`: until each would have computed it itself. Workers differ only in how much they hold, which for most is nothing.
+    """
+    num_blocks, sources = demand.num_blocks_before_tail, chain.sources
+    if len(sources) > NUM_COMPARED_SOURCES:
+        sources = sources[alone_s[sources].argpartition(NUM_COMPARED_SOURCES)[:NUM_COMPARED_SOURCES]]
+    held = np.zeros(len(chain.holders) + 1, np.int64)
+    held[1:] = np.minimum(chain.held, num_blocks)
+    rates = columns.tokens_per_s[sources]
+    # One row for each source: long rows are what numpy is fast at.
+    start = np.maximum(columns.held_blocks[sources][:, None], held)
+    times_s = (num_blocks - start) * (demand.block_size / rates)[:, None]
+    times_s += (columns.waiting_tokens[sources] / rates)[:, None]
+    least_s = np.minimum.reduce(times_s)
+    least_s += FETCH_S
+    least_s[held == num_blocks] = 0.0
+    remote_s = np.empty(len(alone_s))
+    remote_s.fill(least_s[0])
+    remote_s[chain.holders] = least_s[1:]
+    return remote_s
 
 
 def _pick(columns: Columns, rows: NDArray[np.intp], scores: Floats) -> int:
     """The best; of equals the one with the least to do, then the one whose turn it is."""
-    best = np.flatnonzero(scores * SAME >= scores.max())
+    best = (scores * SAME >= scores.max()).nonzero()[0]
     if len(best) == 1:
         return int(best[0])
     of = rows[best]
-    return int(best[np.lexsort((columns.num_placed[of], columns.num_active[of]))[0]])
+    return int(best[(columns.num_active[of] * MANY_PLACED + columns.num_placed[of]).argmin()])
 
 
-def _with_sources(
-    demand: Demand, columns: Columns, decode: int, prefill: NDArray[np.intp], policy: Policy, step_s: float
-) -> Placement:
+def _with_sources(demand: Demand, columns: Columns, decode: int, chain: _Chain, policy: Policy) -> Placement:
+    step_s = float(_step_s(demand, columns, decode))
     size, num_blocks = demand.block_size, demand.num_blocks_before_tail
     held = min(int(columns.held_blocks[decode]), num_blocks)
     missing_blocks = num_blocks - held
     missing = missing_blocks * size
-    here_s = float((columns.waiting_tokens[decode] + missing) / columns.tokens_per_s[decode])
-    stall_s = min(here_s, STALL_S) if columns.num_active[decode] else 0.0
-    here = Prediction(computing_s=here_s, tail_s=step_s, tpot_s=step_s, stall_s=stall_s)
     if demand.computes_all:
         here_s = float(demand.num_tokens / columns.tokens_per_s[decode])
         local = Prediction(computing_s=here_s, tail_s=step_s, tpot_s=step_s)
         return Placement(decode, (), (), missing, demand.num_tokens, True, local, _keeps(local, demand), "scores")
-    holders = _decode_holders(demand, columns, decode)
-    if not len(prefill) and not len(holders):
+    here_s = float((columns.waiting_tokens[decode] + missing) / columns.tokens_per_s[decode])
+    stall_s = min(here_s, STALL_S) if columns.num_active[decode] else 0.0
+    here = Prediction(computing_s=here_s, tail_s=step_s, tpot_s=step_s, stall_s=stall_s)
+    givers = _givers(demand, columns, chain, decode)
+    if not len(chain.sources) and not len(givers):
         return Placement(decode, (), (), missing, missing, True, here, _keeps(here, demand), "no source")
     block_s = columns.block_s(decode)
-    waiting_s, computing_s, moving_s = _source_times(demand, columns, held, prefill, block_s)
-    total_s = waiting_s + np.maximum(computing_s, moving_s) + FETCH_S
-    sources, first = _ordered(demand, columns, prefill, total_s, policy)
-    remote = Prediction(tail_s=FETCH_S + step_s, tpot_s=step_s)
+    times = _source_times(demand, columns, chain, held, block_s)
+    sources, first = _ordered(demand, columns, chain.sources, times.total_s, policy)
     if first is not None and missing:
-        of = (float(waiting_s[first]), float(computing_s[first]), float(moving_s[first]))
+        of = (float(times.waiting_s[first]), float(times.computing_s[first]), float(times.moving_s[first]))
         remote = Prediction(*of, FETCH_S + step_s, step_s)
-    whole = [row for row in holders.tolist() if columns.held_blocks[row] >= num_blocks]
-    if whole and missing:
-        giver = min(
-            whole, key=lambda row: (float(block_s[row]), int(columns.num_active[row]), int(columns.num_placed[row]))
-        )
+    else:
+        remote = Prediction(tail_s=FETCH_S + step_s, tpot_s=step_s)
+    whole = givers[columns.held_blocks[givers] >= num_blocks]
+    if len(whole) and missing:
+        nearest = np.lexsort((columns.num_placed[whole], columns.num_active[whole], block_s[whole]))[0]
+        giver = int(whole[nearest])
         moved = Prediction(0.0, 0.0, float(missing_blocks * block_s[giver]), FETCH_S + step_s, step_s)
         if not sources or not policy.weighs_local or moved.ttft_s <= remote.ttft_s:
             sources, remote = (giver, *sources)[:MAX_SOURCES], moved
@@ -311,7 +380,7 @@ def _with_sources(
     return Placement(
         decode,
         sources,
-        _holders(demand, columns, sources),
+        _holders(demand, columns, chain, sources),
         missing,
         max(missing, demand.local_tokens) if is_local else demand.local_tokens,
         is_local,
@@ -339,17 +408,18 @@ def _computes_here(
     return False, "fetching costs less"
 
 
-def _source_times(
-    demand: Demand, columns: Columns, held: int, prefill: NDArray[np.intp], block_s: Floats
-) -> tuple[Floats, Floats, Floats]:
-    """Waiting, computing and moving of each; a source reads the beginning of the chain where somebody holds it."""
-    num_blocks, rates = demand.num_blocks_before_tail, columns.tokens_per_s[prefill]
-    readable = int(columns.held_blocks[columns.is_usable].max(initial=0))
-    begin = np.minimum(np.maximum(columns.held_blocks[prefill], readable), num_blocks)
-    waiting_s = columns.waiting_tokens[prefill] / rates
+def _source_times(demand: Demand, columns: Columns, chain: _Chain, held: int, block_s: Floats) -> _SourceTimes:
+    """A source reads the beginning of the chain where somebody holds it, be it itself."""
+    num_blocks, sources = demand.num_blocks_before_tail, chain.sources
+    begin = min(int(chain.held.max(initial=0)), num_blocks)
+    rates = columns.tokens_per_s[sources]
+    waiting_s = columns.waiting_tokens[sources] / rates
     computing_s = (num_blocks - begin) * demand.block_size / rates
-    moving_s = (num_blocks - held) * block_s[prefill]
-    return waiting_s, computing_s, moving_s
+    moving_s = (num_blocks - held) * block_s[sources]
+    total_s = np.maximum(computing_s, moving_s)
+    total_s += waiting_s
+    total_s += FETCH_S
+    return _SourceTimes(waiting_s, computing_s, moving_s, total_s)
 
 
 def _ordered(
@@ -359,31 +429,32 @@ def _ordered(
     if not len(prefill):
         return (), None
     keys = policy.order(columns, prefill, total_s)
-    best = np.flatnonzero(keys <= keys.min() + abs(keys.min()) * (SAME - 1))
-    first = int(best[np.argmin(columns.num_placed[prefill[best]])])
+    least = keys.min()
+    best = (keys <= least + abs(least) * (SAME - 1)).nonzero()[0]
+    first = int(best[columns.num_placed[prefill[best]].argmin()])
     begin = (demand.number + demand.number // len(prefill)) % len(prefill)  # not in step with who is first in turn
-    turned = (*prefill[begin:].tolist(), *prefill[:begin].tolist())[: MAX_SOURCES + 1]
-    others = [row for row in turned if row != int(prefill[first])]
-    return (int(prefill[first]), *others)[:MAX_SOURCES], first
+    chosen, num_turned = int(prefill[first]), MAX_SOURCES + 1
+    turned = [*prefill[begin : begin + num_turned].tolist(), *prefill[: min(begin, num_turned)].tolist()]
+    others = [row for row in turned[:num_turned] if row != chosen]
+    return (chosen, *others)[:MAX_SOURCES], first
 
 
-def _decode_holders(demand: Demand, columns: Columns, decode: int) -> NDArray[np.intp]:
-    holds = columns.held_blocks > 0
-    if not holds.any():
-        return np.empty(0, np.intp)
-    return _without(holds & columns.is_decode & columns.is_usable, demand.failed_rows | {decode})
+def _givers(demand: Demand, columns: Columns, chain: _Chain, decode: int) -> NDArray[np.intp]:
+    """Other decode workers that hold some of the chain."""
+    return _without(chain.holders[columns.is_decode[chain.holders]], (decode, *demand.failed_rows))
 
 
-def _holders(demand: Demand, columns: Columns, sources: tuple[int, ...]) -> tuple[int, ...]:
+def _holders(demand: Demand, columns: Columns, chain: _Chain, sources: tuple[int, ...]) -> tuple[int, ...]:
     """Who has more of the chain's beginning than the first source that computes; the decode worker may be among them."""
     first = next((row for row in sources if not columns.is_decode[row]), None)
     if first is None:
         return ()
     at_least = int(columns.held_blocks[first]) + demand.local_tokens // demand.block_size
-    rows = np.flatnonzero(columns.is_usable & (columns.held_blocks > at_least))
+    has_more = chain.held > at_least
+    rows, held = chain.holders[has_more], chain.held[has_more]
     if not len(rows):
         return ()
-    rows = rows[np.argsort(-columns.held_blocks[rows], kind="stable")][: MAX_HOLDERS + len(demand.failed_rows) + 1]
+    rows = rows[(-held).argsort(kind="stable")[: MAX_HOLDERS + len(demand.failed_rows) + 1]]
     kept = [row for row in rows.tolist() if row != first and row not in demand.failed_rows]
     return tuple(kept[:MAX_HOLDERS])
 
@@ -393,30 +464,24 @@ def _keeps(prediction: Prediction, demand: Demand) -> bool:
 
 
 def _explained(
-    placement: Placement, demand: Demand, columns: Columns, costs: _DecodeCosts, scores: Floats
+    placement: Placement, demand: Demand, columns: Columns, chain: _Chain, costs: _DecodeCosts, scores: Floats
 ) -> Placement:
-    best = np.argsort(-scores, kind="stable")[:8].tolist()
+    best, ttft_s = np.argsort(-scores, kind="stable")[:8].tolist(), costs.ttft_s(demand, columns)
     candidates = [
         Candidate(
             int(costs.rows[k]),
             "decode",
             int(columns.held_blocks[costs.rows[k]]) * demand.block_size,
             float(costs.cost_s[k]),
-            float(costs.ttft_s[k]),
+            float(ttft_s[k]),
             float(scores[k]),
         )
         for k in best
     ]
-    prefill = _sources(demand, columns)
+    prefill = chain.sources
     if len(prefill):
-        times = _source_times(
-            demand,
-            columns,
-            int(columns.held_blocks[placement.decode_row]),
-            prefill,
-            columns.block_s(placement.decode_row),
-        )
-        total_s = times[0] + np.maximum(times[1], times[2]) + FETCH_S
+        held, block_s = int(columns.held_blocks[placement.decode_row]), columns.block_s(placement.decode_row)
+        total_s = _source_times(demand, columns, chain, held, block_s).total_s
         least = float(total_s.min())
         candidates += [
             Candidate(

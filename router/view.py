@@ -28,6 +28,8 @@ LAG_S = 0.25
 """A worker's progress may not yet know of what was placed so shortly before it came."""
 SMALLEST, LARGEST = 1e-6, 1e13
 """Of seconds, tokens and bytes a second alike."""
+FEW_ROWS = 8
+"""Bits of a set that are read one by one; more of them in one piece."""
 INTS = (
     "max_active",
     "pool_tokens",
@@ -160,8 +162,9 @@ class WorkerView:
         """What is computed before a prompt of that length is done: all that is shorter, and of what is longer as much again as of
         the short, for the oldest has half of each step (kvferry/turns.py)."""
         before = self._waiting[bucket, : self.num_rows]
-        longer = self._waiting[-1, : self.num_rows] - before
-        return before + np.minimum(longer, before + num_tokens)
+        most = before + before
+        most += num_tokens
+        return np.minimum(most, self._waiting[-1, : self.num_rows])
 
     def most_pool_tokens(self, usable: bool) -> int:
         """Of a decode worker, or of one that requests can be placed on now; 0 without any."""
@@ -171,8 +174,9 @@ class WorkerView:
 
     def usable(self) -> NDArray[np.bool_]:
         n, bools = self.num_rows, self.bools
-        able = bools["is_member"][:n] & bools["is_attached"][:n] & ~bools["is_draining"][:n]
-        return able & ~bools["is_aside"][:n]
+        able = bools["is_member"][:n] & bools["is_attached"][:n]
+        able &= ~(bools["is_draining"][:n] | bools["is_aside"][:n])
+        return able
 
     def block_s(self, row: int) -> NDArray[np.float64]:
         """Seconds a block from each row to this one."""
@@ -191,12 +195,14 @@ class WorkerView:
             return found[1]
         n, values = self.num_rows, raw[: self.num_rows].copy()
         of_pool = [self.bools["is_decode"][:n], ~self.bools["is_decode"][:n]]
-        known = np.isfinite(values) & self.bools["is_member"][:n]
+        is_measured = np.isfinite(values)
+        known = is_measured & self.bools["is_member"][:n]
         for mask in of_pool:
-            mine = mask & known
-            median = _middle(values[mine], _middle(values[known], default))
-            alike = ~np.isfinite(values) | ((values <= median * ALIKE) & (values * ALIKE >= median))
-            values[mask & alike] = median
+            mine = values[mask & known]
+            median = _middle(mine if len(mine) else values[known], default)
+            differs = (values > median * ALIKE) | (values * ALIKE < median)
+            differs &= is_measured
+            np.copyto(values, median, where=mask & ~differs)
         self._smoothed[key] = (now, values)
         return values
 
@@ -262,18 +268,23 @@ def _curve(tokens_per_s: Mapping[int, float]) -> list[float]:
 
 def held_by_row(held: Iterable[tuple[int, int]], num_rows: int) -> NDArray[np.int64]:
     """From (rows as bits, blocks); a row that occurs more than once has the most of it."""
-    blocks, num_bytes, all_rows = np.zeros(num_rows, np.int64), (num_rows + 7) // 8, (1 << num_rows) - 1
-    joined, counts = list[bytes](), list[int]()
-    for rows, count in held:
+    blocks, all_rows = np.zeros(num_rows, np.int64), (1 << num_rows) - 1
+    for rows, count in sorted(held, key=_count_of):
         rows &= all_rows
-        if rows.bit_count() == 1:
+        if rows.bit_count() > FEW_ROWS:
+            np.copyto(blocks, count, where=_as_bools(rows, num_rows))
+            continue
+        while rows:
             row = rows.bit_length() - 1
-            blocks[row] = max(blocks[row], count)
-        elif rows:
-            joined.append(rows.to_bytes(num_bytes, "little"))
-            counts.append(count)
-    if not joined:
-        return blocks
-    packed = np.frombuffer(b"".join(joined), np.uint8).reshape(len(joined), num_bytes)
-    bits = np.unpackbits(packed, axis=1, count=num_rows, bitorder="little")
-    return np.maximum(blocks, (bits * np.array(counts, np.int32)[:, None]).max(axis=0))
+            rows ^= 1 << row
+            blocks[row] = count
+    return blocks
+
+
+def _count_of(of: tuple[int, int]) -> int:
+    return of[1]
+
+
+def _as_bools(rows: int, num_rows: int) -> NDArray[np.bool_]:
+    packed = np.frombuffer(rows.to_bytes((num_rows + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(packed, count=num_rows, bitorder="little").view(np.bool_)

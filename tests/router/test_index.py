@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvferry.kv.block_id import ANNOUNCED_EVERY, announced, chain
 from router.index import NUM_SHARDS, PrefixIndex, keys_of
+from router.view import held_by_row
 
 ROOT = b"r" * 16
 
@@ -81,3 +82,11 @@ def test_a_worker_that_begins_anew_has_what_it_tells_then():
     index.remove_all(1)
     assert held(index, ids) == {}
     assert len(index) == 0
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 99), max_size=40), st.integers(1, 50)), max_size=6))
+def test_as_a_column_each_row_has_the_most_that_is_said_of_it(held):
+    """Of few rows or of many, in whatever order; rows beyond the column are nobody's."""
+    as_bits = [(sum(1 << row for row in rows), count) for rows, count in held]
+    wanted = [max((count for rows, count in held if row in rows), default=0) for row in range(70)]
+    assert held_by_row(as_bits, 70).tolist() == wanted
