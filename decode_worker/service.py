@@ -166,7 +166,7 @@ class DecodeService:
     async def _send_output(self, session: _Session, output: StepOutput) -> None:
         try:
             await session.stream.send(output)
-        except StreamEnded:
+        except (StreamEnded, asyncio.CancelledError):
             self._counters.add("late_tokens", len(output.tokens))
             raise
 

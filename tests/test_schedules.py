@@ -562,10 +562,11 @@ def test_room_that_an_acknowledgement_frees_is_had_at_once():
             await large.open()
             await partial.open()
             await asyncio.sleep(0.5)
-            frame = await partial.receive()
-            assert isinstance(frame, Frame)
-            assert num_blocks_of(frame) == 2
-            await partial.stream.send(FetchAck(frame.frame_number))
+            frames = [await partial.receive(), await partial.receive()]  # of a block each: the pool is small
+            for frame in frames:
+                assert isinstance(frame, Frame)
+                assert num_blocks_of(frame) == 1
+                await partial.stream.send(FetchAck(frame.frame_number))
             async with asyncio.timeout(1):
                 await large.read_on()
             for reader in (large, partial):

@@ -60,6 +60,7 @@ class Inlet(Protocol):
     def copy(self, number: int, into: memoryview) -> None:
         """One of the arrived frame's blocks, from 0, into memory of the reader: one call, nothing of it goes on afterwards.
 
+        Called by two threads at once, for different blocks.
         Raises RoadFailed.
         """
         ...
@@ -88,7 +89,7 @@ class Road:
     rank: int
     """Lower is tried first."""
     frame_bytes: int
-    """A frame has as many blocks as fit into so many bytes, and at least one."""
+    """A frame has as many blocks as fit into so many bytes, at most an eighth of the pool, and at least one."""
     lay: Callable[[BlockMemory], SourceRoad | None]
     """At the source, once; None where this worker cannot offer it."""
     enter: Callable[[bytes, bytes], Awaitable[Inlet]]

@@ -29,6 +29,8 @@ SECRET_KEY = "kvferry-secret"
 FETCH_METHOD = "/kvferry.v1.FetchService/Fetch"
 MIN_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_MS = 2000
+PING_TIMEOUT_MS = 6000
+"""An answer waits behind the frames on the line, so a slow line needs some seconds; a peer that has stopped is found by it alone."""
 MAX_CHANNELS = 4096
 LINGER_S = 2.0
 SETTLING_S = 0.05
@@ -43,7 +45,7 @@ def channel_options(block_bytes: int = 0) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limit),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),  # this one ends a connection whose peer has stopped
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),

@@ -202,6 +202,7 @@ class BlockReader:
         inlet = await arriving.meeting.enter(arriving.opening.ticket)
         try:
             report, has_heard_progress = arriving.report, False
+            had_cached, had = report.num_source_cached_blocks, report.num_blocks  # over another road, before it broke
             while True:
                 message = await arriving.inbox.get()
                 if isinstance(message, FetchFailed):
@@ -209,11 +210,11 @@ class BlockReader:
                 if isinstance(message, FetchProgress) and not has_heard_progress:
                     has_heard_progress = True
                     already = max(message.num_sealed_blocks - arriving.opening.first_block, 0)
-                    report.num_source_cached_blocks = max(report.num_source_cached_blocks, already)
+                    report.num_source_cached_blocks = max(report.num_source_cached_blocks, had_cached + already)
                 elif isinstance(message, Frame):
                     await self._take_frame(message, inlet, arriving)
                     if not has_heard_progress:
-                        report.num_source_cached_blocks = max(report.num_source_cached_blocks, report.num_blocks)
+                        report.num_source_cached_blocks = had_cached + report.num_blocks - had
                     arriving.outbox.put_nowait(FetchAck(message.frame_number))
                 elif isinstance(message, FetchEnd):
                     self._check_end(message, arriving.sequence, arriving.opening)

@@ -157,7 +157,7 @@ class BlockSource:
                 return
             outlet = self.road(probe.road).open(probe.ticket)
             try:
-                num_blocks = min(max(probe.num_blocks, 1), self.max_frame_blocks(probe.road))
+                num_blocks = min(max(probe.num_blocks, 1), self._blocks_that_fit(probe.road), self._pool.num_slots)
                 cargo, no_ids = outlet.load(range(num_blocks)), PROBE_IDS[:num_blocks]
                 header = pack_header(self._memory.format, 0, no_ids, no_ids)
                 if self.link is not None:
@@ -188,8 +188,10 @@ class BlockSource:
 
     def max_frame_blocks(self, road: str) -> int:
         """A reader that stalls keeps two frames of slots from others: in a small pool frames are small."""
-        by_bytes = self._laid[road][0].frame_bytes // self._memory.format.block_bytes
-        return max(min(by_bytes, MAX_BLOCKS, self._pool.num_slots // FRAMES_A_POOL), 1)
+        return max(min(self._blocks_that_fit(road), self._pool.num_slots // FRAMES_A_POOL), 1)
+
+    def _blocks_that_fit(self, road: str) -> int:
+        return min(max(self._laid[road][0].frame_bytes // self._memory.format.block_bytes, 1), MAX_BLOCKS)
 
     def _refusal(self, opening: FetchUp) -> FetchEnd | None:
         if not isinstance(opening, FetchOpen | FetchMeet):
@@ -229,6 +231,7 @@ class _Serving:
         self._ids = chain(self._root, opening.tokens, self._memory.format.block_size)
         self._next = opening.first_block
         self._frame_number = 0
+        self._has_ended = False
         self._in_flight: dict[int, Hold] = {}
         self._acknowledged = asyncio.Event()
         self._computation: Computation | None = None
@@ -271,6 +274,7 @@ class _Serving:
             end = over.end
         if self._computation is not None:
             self._computation.close()
+        self._has_ended = True
         await self._stream.send(end)
         with contextlib.suppress(_FetchIsOver):
             while self._in_flight:
@@ -353,6 +357,8 @@ class _Serving:
             if shown is not None:
                 await self._state_is_another(shown)
             shown = self._state()
+            if self._has_ended:
+                await asyncio.get_running_loop().create_future()  # nothing follows the end
             if self._loop.is_advancing:
                 progress = FetchProgress(self._loop.step, shown, self._pool.num_sealed_prefix(self._ids))
                 await self._stream.send(progress)

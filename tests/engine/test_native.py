@@ -292,7 +292,9 @@ def test_resident_memory_is_flat_over_20_000_steps(tmp_path):
 LOADING = """
 import sys
 from pathlib import Path
+from kvferry.engine.checkpoint import read_config
 from kvferry.engine.load import EngineSettings, load_engine
+read_config(Path(sys.argv[1]))  # imports what loading would
 def kilobytes():
     return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1])
 before, peak = kilobytes(), 0

@@ -169,7 +169,7 @@ async def _found(ray: Any, offer: bytes) -> Any:
             actor = await asyncio.to_thread(_look_up, ray, namespace, name, actor_id)
     except TimeoutError as error:
         raise RoadFailed(f"Ray's control store does not say within {LOOK_UP_TIMEOUT_S:g} s where {name} is") from error
-    except ray.exceptions.RayError as error:
+    except (ValueError, TypeError, OSError, ray.exceptions.RayError) as error:
         raise RoadFailed(f"Ray's control store does not say where {name} is: {error}") from error
     if actor is None:
         raise RoadFailed(f"no actor {name} with id {actor_id} is in this worker's Ray cluster")

@@ -158,5 +158,5 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-# A frame costs a message and its acknowledgement, and nothing of its size: it only names slots.
-ROAD = Road("shm", rank=20, frame_bytes=64 * MIB, lay=lay, enter=enter, is_read_in_place=True)
+# A frame costs a message and its acknowledgement; of its size, the digests of blocks that are sent for the first time.
+ROAD = Road("shm", rank=20, frame_bytes=32 * MIB, lay=lay, enter=enter, is_read_in_place=True)
