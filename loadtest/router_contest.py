@@ -4,8 +4,8 @@
 ours the client is attached to the decode worker as the router is; without a peer's it asks the stub. Told besides is what ours takes
 beyond the worker's own time, by the server's instants: with the two gRPC hops, that is, which an attached client has, too. That one
 keeps its stream, so that of new connections ours bears what the subtraction takes from the peers'. The length of a step and of an
-answer are the same for all, and so are the requests through a router. Each contender takes its turn in every round, and figures are medians
-over the rounds.
+answer are the same for all, and so are the requests through a router. Each contender takes its turn in every round, and figures are
+medians over the rounds.
 """
 
 import statistics
