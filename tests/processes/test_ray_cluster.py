@@ -1,15 +1,18 @@
 """A deployment on a Ray cluster of several nodes (T045, T085, T086): simulated workers, whose answers show every wrong block."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from deploy.cluster.client import urls
 from kvferry.errors import ConfigurationError
 from tests.processes.ray_cluster import (
     ROOT,
@@ -24,7 +27,7 @@ from tests.processes.ray_cluster import (
     streams_of,
     with_token,
 )
-from tests.processes.service import wait_until
+from tests.processes.service import Service, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
 
@@ -96,6 +99,30 @@ def assert_fetched_through_the_store(store, length):
     if length > 32:
         numbers = answer["kvferry"][0]
         assert (numbers["road"], numbers["fetched_blocks"]) == ("ray", (length - 1) // 16)
+
+
+def test_either_of_two_routers_serves_anything_and_the_loss_of_one_is_nothing_to_the_other(nodes, model_directory):
+    plan = sim_plan(model_directory)
+    sizes = {"router": 2, "prefill": 1, "decode": 1}
+    pools = {role: {**plan.pool(role).model_dump(), "count": count} for role, count in sizes.items()}
+    with deployed(sim_plan(model_directory, **pools), "pair") as pair:
+        first, second = (Service(SimpleNamespace(url=url, grpc_address="", children={})) for url in urls(pair.status))
+        for k, door in enumerate((first, second)):
+            door.wait_ready("prefill-1", "decode-1")
+            assert door.tokens(ids(300, ("door", k)), 8) == right(ids(300, ("door", k)), 8)
+        lost = next(one["node"] for one in pair.status["programs"] if one["details"]["http"] in first.url)
+        with ThreadPoolExecutor(4) as pool:
+            streams = streams_of(second, pool, 4, 40, "second")
+            os.kill(lost["pid"], signal.SIGKILL)
+            assert_exact(streams, 40)
+        wait_until(lambda: len(urls(pair.status)) == 2 and is_answered(pair), 20, "the lost one to be back")
+
+
+def is_answered(pair):
+    """At each door."""
+    doors = [Service(SimpleNamespace(url=url, grpc_address="", children={})) for url in urls(pair.status)]
+    with contextlib.suppress(httpx.TransportError):
+        return all(door.http.get("/health/ready").status_code == 200 for door in doors)
 
 
 def test_a_node_killed_under_load_costs_no_token_and_its_actors_come_back(service, nodes):
