@@ -13,6 +13,7 @@ import httpx
 from rich.console import Console
 
 from kvferry.errors import KvferryError
+from loadtest.load import check_ready
 from loadtest.texts import KINDS, text_of
 
 EXCUSE_GAP = 1e-3
@@ -69,6 +70,7 @@ async def compare_with_reference(
     answers: list[list[int]] = []
     blocks = 0
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
+        await check_ready(client, url)
         for _, tokens in prompts:
             answer, fetched = await _ask(client, url, tokens, output_tokens)
             answers.append(answer)

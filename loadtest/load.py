@@ -29,7 +29,7 @@ async def load_test(url: str, plan: LoadPlan) -> LoadReport:
     limits = httpx.Limits(max_connections=plan.concurrency, max_keepalive_connections=plan.concurrency)
     timeout = httpx.Timeout(30.0, read=600.0)
     async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
-        await _check(client, url)
+        await check_ready(client, url)
         await stream_completion(client, url, _body(plan, -1))  # the connection and the first step are not measured
         records: list[StreamRecord] = []
         left = iter(range(plan.requests))
@@ -56,7 +56,8 @@ def _body(plan: LoadPlan, number: int) -> dict[str, object]:
     }
 
 
-async def _check(client: httpx.AsyncClient, url: str) -> None:
+async def check_ready(client: httpx.AsyncClient, url: str) -> None:
+    """Raises KvferryError for a service that cannot be asked."""
     try:
         response = await client.get(f"{url}/health/ready")
     except httpx.TransportError as error:

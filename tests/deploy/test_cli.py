@@ -73,3 +73,13 @@ def test_every_command_describes_itself(command):
     )
     assert run.returncode == 0, run.stderr
     assert "Usage" in run.stdout
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["load", "exact"])
+def test_a_service_that_is_not_there_is_named_at_once(model_directory, name):
+    command = [sys.executable, "-m", "deploy", "bench", name, "--url=http://127.0.0.1:9"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 2
+    assert "nothing answers at http://127.0.0.1:9" in run.stderr
+    assert "Traceback" not in run.stderr
