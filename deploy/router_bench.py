@@ -4,10 +4,8 @@ Workers are simulated ones: their steps take an accelerator's time and hardly an
 measured. Still, workers, clients and peers share the machine with it.
 """
 
-import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +14,11 @@ from rich.console import Console
 
 from deploy.local import LocalDeployment, LocalPlan
 from kvferry.engine.sim import accelerator_called, costs_of
-from kvferry.errors import ConfigurationError, KvferryError
+from kvferry.errors import ConfigurationError
 from kvferry.shape import read_shape
 from loadtest import overload, router_contest
 from loadtest.overload import Slo
+from loadtest.own_process import said_by
 from loadtest.router_contest import DIRECT, OURS, Contestant, Reading
 from loadtest.router_figures import RouterFigure
 from loadtest.router_peers import peer_routers, running, stub_workers
@@ -101,8 +100,8 @@ async def measure_streams(bench: RouterBench, notes: Console) -> list[RouterFigu
 async def measure_placement(bench: RouterBench, notes: Console) -> list[RouterFigure]:
     """In a fresh process. Raises KvferryError with its last words if it fails."""
     notes.print(f"  an index of {bench.index_blocks:,} blocks, one in {bench.announce_every} announced")
-    command = ("-m", "deploy.placement_adapter", str(bench.index_blocks), str(bench.announce_every))
-    return [RouterFigure(**figure) for figure in json.loads(await _said_by(*command))]
+    said = await said_by("deploy.placement_adapter", str(bench.index_blocks), str(bench.announce_every))
+    return [RouterFigure(**figure) for figure in json.loads(said)]
 
 
 async def measure_overload(bench: RouterBench, notes: Console) -> list[RouterFigure]:
@@ -117,22 +116,6 @@ async def measure_overload(bench: RouterBench, notes: Console) -> list[RouterFig
             deployment.url, router.details["model"], router.pid, num_slots, bench.overload_s, slo
         )
     return overload.figures_of(ordeal)
-
-
-async def _said_by(*arguments: str) -> bytes:
-    """What a Python process prints until its end; it ends with this one."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        said, complaint = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise KvferryError(f"{' '.join(arguments)} failed: {complaint.decode(errors='replace').strip()[-300:]}")
-    return said
 
 
 Part = Callable[[RouterBench, Console], Awaitable[list[RouterFigure]]]

@@ -18,6 +18,7 @@ from kvferry.messages import Beat, ChoiceStart, DecodeMessage, RequestOpen, Rout
 from kvferry.process import read_secret
 from kvferry.rpc.links import GrpcDialer
 from kvferry.streams import Stream
+from loadtest.own_process import said_by
 
 LARGEST_ID = 1000
 
@@ -35,23 +36,7 @@ class AttachedOrder:
 
 async def run_attached(order: AttachedOrder) -> list[float]:
     """In a process of its own. Raises KvferryError with its reason if it fails."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "loadtest.attached_load",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        said, complaint = await process.communicate(json.dumps(dataclasses.asdict(order)).encode())
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        reason = complaint.decode(errors="replace").strip()[-300:]
-        raise KvferryError(f"the client attached to {order.address} failed: {reason}")
+    said = await said_by("loadtest.attached_load", asked=json.dumps(dataclasses.asdict(order)).encode())
     return [float(line) for line in said.splitlines()]
 
 

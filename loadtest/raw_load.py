@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
-from kvferry.errors import KvferryError
+from loadtest.own_process import said_by
 from loadtest.raw_stream import LOST, RawAnswer, RawConnection, completion_request, open_connection
 
 WORDS = (
@@ -53,22 +53,7 @@ class LoadOrder:
 
 async def run_load(order: LoadOrder) -> list[RawAnswer]:
     """In a process of its own. Raises KvferryError with its reason if it fails."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "loadtest.raw_load",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        said, complaint = await process.communicate(json.dumps(dataclasses.asdict(order)).encode())
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise KvferryError(f"the load on {order.url} failed: {complaint.decode(errors='replace').strip()[-300:]}")
+    said = await said_by("loadtest.raw_load", asked=json.dumps(dataclasses.asdict(order)).encode())
     return [RawAnswer(*json.loads(line)) for line in said.splitlines()]
 
 
