@@ -124,7 +124,7 @@ def bench_exact(
 def bench_quality(
     model: Model = None,
     weights: Annotated[
-        list[str] | None, typer.Option("--weights", help="float32, float16 or int8; may be given more than once.")
+        list[str] | None, typer.Option("--weights", help="float16, bfloat16 or int8; may be given more than once.")
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
     as_json: Json = False,
@@ -134,7 +134,7 @@ def bench_quality(
 
     directory = directory_of(model)
     with told_errors():
-        print_quality(directory, weights or ["float16", "int8"], threads, as_json)
+        print_quality(directory, weights or ["float16", "bfloat16", "int8"], threads, as_json)
 
 
 @bench_app.command("transport")

@@ -14,7 +14,7 @@ Prefill = Annotated[
 Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
 KvTokens = Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens per pool; 0: from the memory there is.")]
 Weights = Annotated[
-    Literal["float32", "float16", "int8", "auto"],
+    Literal["float32", "float16", "bfloat16", "int8", "auto"],
     typer.Option("--weights", help="How weights are kept; auto is float16, unless a weight does not fit."),
 ]
 Kv = Annotated[

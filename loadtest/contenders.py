@@ -55,6 +55,8 @@ def contenders_in(directory: Path, model: Path) -> dict[str, Contender]:
         llama_cpp("F16", "unified", "llama.cpp-F16"),
         llama_cpp("F16", "split", "llama.cpp-F16-split"),
         ours("float16", "bfloat16"),
+        ours("bfloat16"),
+        ours("bfloat16", "bfloat16"),
         ours("int8"),
         llama_cpp("Q8_0", "unified", "llama.cpp-Q8_0"),
         llama_cpp("Q8_0", "split", "llama.cpp-Q8_0-split"),

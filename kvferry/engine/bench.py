@@ -65,10 +65,10 @@ class Figure:
 
 def measure(directory: Path, weights: str, kv: str, num_threads: int) -> Iterator[Figure]:
     torch.set_num_threads(num_threads)
-    ceilings = measure_ceilings()
     engine = load_engine(
         directory, EngineSettings(kv_tokens=20 * 1024, num_threads=num_threads, weights=weights, kv=kv)
     )
+    ceilings = measure_ceilings(engine.costs.weights)
     longest = max(*PREFILLS, *(context + 1 for context, _ in DECODES))
     if engine.identity.context_tokens < longest:
         raise ConfigurationError(

@@ -29,7 +29,7 @@ from kvferry.worker.identity import WorkerIdentity
 logger = logging.getLogger(__name__)
 
 BLOCK_SIZES = (16, 32, 64)
-WEIGHTS = ("float32", "float16", "int8", "auto")
+WEIGHTS = ("float32", "float16", "bfloat16", "int8", "auto")
 KV_DTYPES = ("float32", "bfloat16")
 WARM_UP_TOKENS = 256
 IRRELEVANT = (

@@ -12,8 +12,9 @@ from typing import Any
 
 from kvferry.engine.plan import Plan
 
-BYTES_PER_WEIGHT = {"float32": 4.0, "float16": 2.0, "int8": 1.0625}
+BYTES_PER_WEIGHT = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0625}
 """int8 with a scale for each group of 64."""
+MULTIPLY_ROUNDS, READ_NUMBERS = 1_000_000, 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class StepCosts:
     """Of attention: scores and values, for one row and one key, in all layers and heads."""
     window: int = 0
     """So many keys of a row are read at most; 0: all."""
+    weights: str = "float32"
+    """The kind that the matrix products have."""
 
     @staticmethod
     def of(
@@ -72,6 +75,7 @@ class StepCosts:
             kv_bytes_per_token=kv_bytes,
             flops_per_key=4.0 * num_layers * text.num_attention_heads * head_size,
             window=window,
+            weights=weights,
         )
 
     def of_plan(self, plan: Plan) -> Work:
@@ -108,13 +112,22 @@ class Throughput:
         self.bytes_per_s = (self.bytes_per_s * kept_s + work.num_bytes) / self._weight_s
 
 
-def measure_ceilings() -> Ceilings:
-    """With torch's threads, as they are set: a float32 product of 1024 rows, and a sum over 128 MiB, each at its best of five."""
+def measure_ceilings(weights: str = "float32") -> Ceilings:
+    """With torch's threads, as they are set, each at its best of five: multiply-adds for that kind of weights from registers alone, and a
+    sum over 128 MiB. Without the C library a float32 product of 1024 rows, in torch, stands for the first."""
     import torch
 
-    data = torch.ones(32 * 1024 * 1024)
-    left, right = torch.ones(1024, 1024), torch.ones(1024, 1024)
-    return Ceilings(2 * 1024**3 / _best(lambda: left @ right), data.nbytes / _best(data.sum))
+    from kvferry.engine.native.library import KINDS, load_library
+
+    data, num_threads = torch.ones(READ_NUMBERS), torch.get_num_threads()
+    library = load_library()
+    if library is None:
+        left, right = torch.ones(1024, 1024), torch.ones(1024, 1024)
+        return Ceilings(2 * 1024**3 / _best(lambda: left @ right), data.nbytes / _best(data.sum))
+    address, count = data.data_ptr(), data.numel() // (64 * num_threads) * 64 * num_threads
+    operations = library.multiply_much(KINDS[weights], MULTIPLY_ROUNDS, num_threads)
+    seconds = _best(lambda: library.multiply_much(KINDS[weights], MULTIPLY_ROUNDS, num_threads))
+    return Ceilings(operations / seconds, count * 4 / _best(lambda: library.read_much(address, count, num_threads)))
 
 
 def _best(work: Callable[[], object], times: int = 5) -> float:

@@ -67,7 +67,8 @@ async def _load(config: WorkerConfig) -> Loaded:
     engine = await asyncio.to_thread(
         load_engine, directory, settings, lambda share: say_state("loading", share=round(share, 2))
     )
-    return Loaded(engine, ThreadExecutor(engine.runner), await asyncio.to_thread(measure_ceilings))
+    ceilings = await asyncio.to_thread(measure_ceilings, engine.costs.weights)
+    return Loaded(engine, ThreadExecutor(engine.runner), ceilings)
 
 
 async def _simulate(config: WorkerConfig) -> Loaded:

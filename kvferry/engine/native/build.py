@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("decoder.c", "attention.h", "weights.h", "vectors.h"))
+SOURCES = tuple(FOLDER / name for name in ("decoder.c", "attention.h", "weights.h", "vectors.h", "ceilings.h"))
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 
 
@@ -28,6 +28,11 @@ class Level:
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 LEVELS = (
+    Level(
+        "x86-64-v4-bf16",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+        _V4 | {"avx512_vnni", "avx512_bf16"},
+    ),
     Level("x86-64-v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
     Level("x86-64-v4", ("-march=x86-64-v4",), _V4),
     Level("x86-64-v3", ("-march=x86-64-v3",), _V3),

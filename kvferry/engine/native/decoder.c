@@ -8,6 +8,7 @@
 #include "vectors.h"
 #include "weights.h"
 #include "attention.h"
+#include "ceilings.h"
 
 typedef struct {
     const float *input_norm;

@@ -21,7 +21,8 @@ from kvferry.engine.sampling import sample_rows
 from kvferry.engine.scoring import LOGIT_ROWS, score_chunks
 from kvferry.engine.torch_memory import TorchMemory
 
-INT8_SCRATCH_PER_GROUP = 8
+SCRATCH_PER_NUMBER = 2
+"""Bytes: bfloat16's two; int8's one, and eight for each group of 32 or 64."""
 
 
 class NativeRunner:
@@ -113,7 +114,7 @@ class NativeRunner:
             attended=self._buffer("attended", rows * queries * 4),
             gated=self._buffer("gated", rows * c.intermediate_size * 4),
             seconds=self.part_seconds.ctypes.data,
-            quantized=self._buffer("quantized", most * (inner + inner // 32 * INT8_SCRATCH_PER_GROUP)),
+            quantized=self._buffer("quantized", most * inner * SCRATCH_PER_NUMBER),
         )
         self._library.forward(ctypes.byref(self._model), ctypes.byref(batch))
         self._kept = packed, hidden  # `batch` points into them

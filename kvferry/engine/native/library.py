@@ -16,7 +16,7 @@ from kvferry.engine.native.build import FOLDER, LEVELS, Level, compile_library, 
 
 logger = logging.getLogger(__name__)
 
-KINDS = {"float32": 0, "float16": 1, "int8": 2}
+KINDS = {"float32": 0, "float16": 1, "int8": 2, "bfloat16": 3}
 """How weights are kept, by the library's number."""
 PARTS = ("projections", "attention", "output layer", "others")
 """What the library's steps are timed by."""
@@ -73,6 +73,10 @@ class Library:
         self.pack.argtypes, self.pack.restype = [POINTER, *[INT32] * 3, POINTER], None
         self.packed_bytes = library.packed_bytes
         self.packed_bytes.argtypes, self.packed_bytes.restype = [INT32] * 3, INT64
+        self.multiply_much = library.multiply_much
+        self.multiply_much.argtypes, self.multiply_much.restype = [INT32, INT64, INT32], ctypes.c_double
+        self.read_much = library.read_much
+        self.read_much.argtypes, self.read_much.restype = [POINTER, INT64, INT32], ctypes.c_float
         library.panel_width.restype = INT32
         self.panel_width: int = library.panel_width()
 

@@ -1,11 +1,12 @@
-// Projections: rows times a matrix that was packed once into panels of PANEL columns, in one of three kinds.
+// Projections: rows times a matrix that was packed once into panels of PANEL columns, in one of four kinds.
 //
 // float32 and float16 (converted on the fly): panels [out / PANEL][inner][PANEL]; a row's sum runs along the inner dimension.
+// bfloat16: weights and activations rounded to it, sums in float32, two products at a time: panels [out / PANEL][inner / 2][PANEL][2].
 // int8: weights and activations in groups along the inner dimension, each group of each row (or column) with a scale of its own, so
 // that neither a loud row nor a loud feature touches another; exact integer sums within a group, float sums over the groups.
 // A panel is [inner / group]([group / 4][PANEL][4] bytes, then [PANEL] scales). What a row's bits depend on is that row alone.
 
-enum { KIND_FLOAT32, KIND_FLOAT16, KIND_INT8 };
+enum { KIND_FLOAT32, KIND_FLOAT16, KIND_INT8, KIND_BFLOAT16 };
 
 #ifdef __AVX512F__
 #define PANEL_VECTORS 4  // 6 rows x 4 vectors of sums, the weights and a value fill the 32 registers
@@ -20,7 +21,7 @@ INLINE int group_of(int inner) { return inner % 64 ? 32 : 64; }
 
 static long panel_bytes(int inner, int kind) {
     if (kind == KIND_FLOAT32) return (long)inner * PANEL * 4;
-    if (kind == KIND_FLOAT16) return (long)inner * PANEL * 2;
+    if (kind == KIND_FLOAT16 || kind == KIND_BFLOAT16) return (long)inner * PANEL * 2;
     return (long)inner * PANEL + (long)(inner / group_of(inner)) * PANEL * 4;
 }
 
@@ -69,6 +70,7 @@ void pack(const float *weights, int32_t out, int32_t inner, int32_t kind, void *
                 long row = panel * PANEL + column, at = (panel * inner + k) * PANEL + column;
                 float value = row < out ? weights[row * inner + k] : 0.0f;
                 if (kind == KIND_FLOAT16) ((uint16_t *)packed)[at] = _cvtss_sh(value, 0);
+                else if (kind == KIND_BFLOAT16) ((uint16_t *)packed)[at - k % 2 * PANEL + column + k % 2] = to_bfloat16(value);
                 else ((float *)packed)[at] = value;
             }
     }
@@ -120,6 +122,51 @@ static __attribute__((noinline)) void tile_float16(const float *x, long x_stride
     switch (rows) {
         TILE(1, KIND_FLOAT16) TILE(2, KIND_FLOAT16) TILE(3, KIND_FLOAT16)
         TILE(4, KIND_FLOAT16) TILE(5, KIND_FLOAT16) TILE(6, KIND_FLOAT16)
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------ bfloat16
+
+static void round_to_bfloat16(const float *x, long count, uint16_t *to) {
+    for (long k = 0; k < count; k++) to[k] = to_bfloat16(x[k]);
+}
+
+// To each lane's sum, the products of its pair of weights with `pair`, two neighbours of one row.
+#ifdef __AVX512BF16__
+INLINE vec add_pair(vec sums, const uint16_t *weights, int32_t pair) {
+    return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_loadu_si512(weights), (__m512bh)_mm512_set1_epi32(pair));
+}
+#else
+INLINE vec add_pair(vec sums, const uint16_t *weights, int32_t pair) {
+    ivec both = *(const ivec *)weights, value = (ivec)(splat(0.0f)) + pair;
+    sums += (vec)(value << 16) * (vec)(both << 16);
+    return sums + (vec)(value & (int32_t)0xffff0000) * (vec)(both & (int32_t)0xffff0000);
+}
+#endif
+
+INLINE void tile_pairs(const uint16_t *x, long x_stride, const uint16_t *panel, int inner, float *y, long y_stride, int columns,
+                       const int rows) {
+    vec sums[MAX_ROWS][PANEL_VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = (vec){};
+    for (long k = 0; k < inner; k += 2)
+        for (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, x + r * x_stride + k, 4);
+            for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = add_pair(sums[r][v], panel + k * PANEL + 2 * LANES * v, pair);
+        }
+    for (int r = 0; r < rows; r++) store_columns(y + r * y_stride, sums[r], columns);
+}
+
+static __attribute__((noinline)) void tile_bfloat16(const uint16_t *x, long x_stride, const uint16_t *panel, int inner, float *y,
+                                                    long y_stride, int columns, int rows) {
+    switch (rows) {
+        case 1: tile_pairs(x, x_stride, panel, inner, y, y_stride, columns, 1); break;
+        case 2: tile_pairs(x, x_stride, panel, inner, y, y_stride, columns, 2); break;
+        case 3: tile_pairs(x, x_stride, panel, inner, y, y_stride, columns, 3); break;
+        case 4: tile_pairs(x, x_stride, panel, inner, y, y_stride, columns, 4); break;
+        case 5: tile_pairs(x, x_stride, panel, inner, y, y_stride, columns, 5); break;
+        case 6: tile_pairs(x, x_stride, panel, inner, y, y_stride, columns, 6); break;
     }
 }
 
@@ -236,13 +283,15 @@ static __attribute__((noinline)) void tile_int8(Quantized x, long row, const uin
 
 // ---------------------------------------------------------------------------------------------------------- all kinds
 
-// y [rows][out] = x [rows][inner] times the matrix, plus `bias` [out] if there is one. `scratch` for int8: see quantized_in.
+// y [rows][out] = x [rows][inner] times the matrix, plus `bias` [out] if there is one. `scratch`: the rows in the kind's own form, for
+// int8 (see quantized_in) and bfloat16.
 static void project(const float *x, int rows, int inner, const void *packed, int kind, int out, const float *bias, float *y,
                     void *scratch, int threads) {
     long panels = (out + PANEL - 1) / PANEL, bytes = panel_bytes(inner, kind);
     int most = kind == KIND_INT8 ? INT8_ROWS : MAX_ROWS, tiles = (rows + most - 1) / most;
     Quantized q = {0};
     if (kind == KIND_INT8) quantize(x, rows, inner, q = quantized_in(scratch, rows, inner));
+    if (kind == KIND_BFLOAT16) round_to_bfloat16(x, (long)rows * inner, scratch);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long panel = 0; panel < panels; panel++) {
         const void *weights = (const char *)packed + panel * bytes;
@@ -251,7 +300,9 @@ static void project(const float *x, int rows, int inner, const void *packed, int
             count = (rows - row) / (tiles - t);  // tiles of even height: a low one does little for each weight that it loads
             const float *from = x + (long)row * inner;
             float *to = y + (long)row * out + panel * PANEL;
+            const uint16_t *pairs = (const uint16_t *)scratch + (long)row * inner;
             if (kind == KIND_INT8) tile_int8(q, row, weights, inner, to, out, columns, count);
+            else if (kind == KIND_BFLOAT16) tile_bfloat16(pairs, inner, weights, inner, to, out, columns, count);
             else if (kind == KIND_FLOAT16) tile_float16(from, inner, weights, inner, to, out, columns, count);
             else tile_float32(from, inner, weights, inner, to, out, columns, count);
         }

@@ -1,7 +1,7 @@
 """Weights in the form that the C decoder reads: packed once at loading, slice by slice, so that little more than the result is held.
 
-float32; float16, converted on the fly and summed in float32; int8 in groups with scales (`weights.h` says how). Owns the memory
-that the structures point into.
+float32; float16, converted on the fly and summed in float32; bfloat16, multiplied with activations that are rounded to it; int8 in
+groups with scales (`weights.h` says how). Owns the memory that the structures point into.
 """
 
 import ctypes
