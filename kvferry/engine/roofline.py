@@ -113,8 +113,8 @@ class Throughput:
 
 
 def measure_ceilings(weights: str = "float32") -> Ceilings:
-    """With torch's threads, as they are set, each at its best of five: multiply-adds for that kind of weights from registers alone, and a
-    sum over 128 MiB. Without the C library a float32 product of 1024 rows, in torch, stands for the first."""
+    """With torch's threads, as they are set, each at its best of five: multiply-adds for that kind of weights from registers
+    alone, and a sum over 128 MiB. Without the C library a float32 product of 1024 rows, in torch, stands for the first."""
     import torch
 
     from kvferry.engine.native.library import KINDS, load_library

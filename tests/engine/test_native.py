@@ -179,6 +179,24 @@ def test_memory_that_was_never_written_does_not_leak_into_attention(tmp_path, fo
     assert engine.runner.run(plan).tokens == clean
 
 
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+def test_keys_that_a_row_does_not_see_may_be_anything(tmp_path, weights, kv):
+    """Those behind it, and those before its window; both also where only one of a pair of keys is seen."""
+    engine = load(make_checkpoint(tmp_path, **FAMILIES["mistral, window"]), weights=weights, kv=kv)
+    runner, memory, window = engine.runner, engine.memory, 21
+    tokens = tuple(random.Random(k).randrange(199) for k in range(70))
+    clean = runner.all_logits(Chunk(1, tokens, 0, (1, 2, 3, 4, 5), None))
+    assert np.isfinite(clean).all()
+    for position in range(40, 70):
+        runner.all_logits(Chunk(1, tokens, 0, (1, 2, 3, 4, 5), None))
+        for unseen in (*range(position - window + 1), *range(position + 1, 80)):
+            memory.keys[1 + unseen // 16, :, :, :, unseen % 16] = float("nan")
+            memory.values[1 + unseen // 16, :, :, unseen % 16] = float("nan")
+        logits = runner.all_logits(Chunk(1, tokens[position : position + 1], position, (1, 2, 3, 4, 5), None))
+        assert logits[0].tobytes() == clean[position].tobytes()
+
+
 def random_schedule(runner, prompts, seed):
     """All logits of each prompt, computed in random company, cuts and slots; bits by prompt."""
     rng = random.Random(seed)
@@ -231,6 +249,7 @@ def test_a_positions_bits_depend_on_its_prefix_alone(checkpoint, weights, thread
         (dict(weights="bfloat16"), 0.1),
         (dict(weights="int8"), 0.2),
         (dict(kv="bfloat16"), 0.1),
+        (dict(weights="bfloat16", kv="bfloat16"), 0.1),
     ],
 )
 def test_coarser_numbers_stay_close_to_float32(checkpoint, settings, share):

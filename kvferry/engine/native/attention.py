@@ -50,7 +50,7 @@ def _kernel(library: Library, num_threads: int) -> Callable[..., torch.Tensor]:
         spans: Any = Spans(len(starts), num_threads, *(one.data_ptr() for one in arrays), keys.data_ptr())
         _, num_layers, num_kv_heads, dim, block = keys.shape
         is_bfloat16 = keys.dtype == torch.bfloat16
-        shape: Any = Shape(num_layers, rows.shape[1], num_kv_heads, dim, block, window, is_bfloat16, scale)
+        shape: Any = Shape(num_layers, rows.shape[1], num_kv_heads, dim, block, window, is_bfloat16, False, scale)
         library.paged_attention(ctypes.byref(shape), ctypes.byref(spans), layer, rows.data_ptr(), output.data_ptr())
         return output
 

@@ -5,7 +5,7 @@
 
 INLINE vec multiply_once(vec sums, vec value, vec weights, const int kind) {
     if (kind == KIND_INT8) return (vec)multiply_add((Sums)sums, (const uint8_t *)&weights, ((ivec)value)[0]);
-    if (kind == KIND_BFLOAT16) return add_pair(sums, (const uint16_t *)&weights, ((ivec)value)[0]);
+    if (kind == KIND_BFLOAT16) return add_pair(sums, weights, ((ivec)value)[0]);
     return sums + value * weights;
 }
 
@@ -27,7 +27,7 @@ static __attribute__((noinline)) vec multiply_chains(vec value, vec weights, lon
 
 // Returns the operations that it did, a multiplication and an addition being two.
 double multiply_much(int32_t kind, int64_t rounds, int32_t threads) {
-    volatile float kept = 0;
+    volatile float kept = 0;  // or the compiler leaves the work out
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         vec value = splat(1.0f), weights = splat(0.5f), sums;
@@ -38,6 +38,7 @@ double multiply_much(int32_t kind, int64_t rounds, int32_t threads) {
         }
         kept = sum(sums);
     }
+    (void)kept;
     int products = kind == KIND_INT8 ? 4 : kind == KIND_BFLOAT16 ? 2 : 1;
     return 2.0 * products * LANES * CHAINS * rounds * threads;
 }

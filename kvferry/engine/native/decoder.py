@@ -54,6 +54,7 @@ class NativeRunner:
             block,
             c.window,
             memory.format.dtype == "bfloat16",
+            memory.format.dtype == kind == "bfloat16",
             c.head_size**-0.5,
         )
         cosine, sine = rope

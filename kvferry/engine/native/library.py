@@ -36,7 +36,7 @@ Layer = _structure(
     "Layer", *_named(POINTER, "input_norm query_key_value bias query_norm key_norm output post_norm gate_up down")
 )
 Shape = _structure(
-    "Shape", *_named(INT32, "layers heads kv_heads head block window is_bfloat16"), ("scale", ctypes.c_float)
+    "Shape", *_named(INT32, "layers heads kv_heads head block window is_bfloat16 in_pairs"), ("scale", ctypes.c_float)
 )
 Model = _structure(
     "Model",
@@ -83,18 +83,16 @@ class Library:
 
 def load_library(only: str = "") -> Library | None:
     """None, with the reason in the log, if it cannot be had here. `only` names a lower level than the processor has."""
-    found = processor_levels()
-    level = next((level for level in found if level.name == only or not only), None)
-    if level is None:
-        logger.warning(
-            "the processor is none of x86-64 with AVX2, FMA, F16C and BMI2: models run through torch, which is slower"
-        )
-        return None
-    try:
-        return Library(_prebuilt(level) or _built(level), level.name)
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("the C decoder cannot be had (%s): models run through torch, which is slower", error)
-        return None
+    levels = [level for level in processor_levels() if level.name == only or not only]
+    reason = "the processor is none of x86-64 with AVX2, FMA, F16C and BMI2"
+    for level in levels:
+        try:
+            return Library(_prebuilt(level) or _built(level), level.name)
+        except (OSError, subprocess.SubprocessError) as error:  # an old compiler may still know a lower level
+            reason = str(error)
+            logger.info("the C decoder cannot be had for %s: %s", level.name, reason)
+    logger.warning("the C decoder cannot be had (%s): models run through torch, which is slower", reason)
+    return None
 
 
 def processor_levels() -> list[Level]:

@@ -131,18 +131,22 @@ static void round_to_bfloat16(const float *x, long count, uint16_t *to) {
     for (long k = 0; k < count; k++) to[k] = to_bfloat16(x[k]);
 }
 
-// To each lane's sum, the products of its pair of weights with `pair`, two neighbours of one row.
-#ifdef __AVX512BF16__
-INLINE vec add_pair(vec sums, const uint16_t *weights, int32_t pair) {
-    return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_loadu_si512(weights), (__m512bh)_mm512_set1_epi32(pair));
+INLINE int32_t pair_at(const uint16_t *from) {
+    int32_t pair;
+    memcpy(&pair, from, 4);
+    return pair;
 }
+
+// To each lane's sum, the products of its pair of weights with `pair`, two neighbours of one row.
+INLINE vec add_pair(vec sums, vec weights, int32_t pair) {
+#ifdef __AVX512BF16__
+    return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(pair));
 #else
-INLINE vec add_pair(vec sums, const uint16_t *weights, int32_t pair) {
-    ivec both = *(const ivec *)weights, value = (ivec)(splat(0.0f)) + pair;
+    ivec both = (ivec)weights, value = (ivec){} + pair;
     sums += (vec)(value << 16) * (vec)(both << 16);
     return sums + (vec)(value & (int32_t)0xffff0000) * (vec)(both & (int32_t)0xffff0000);
-}
 #endif
+}
 
 INLINE void tile_pairs(const uint16_t *x, long x_stride, const uint16_t *panel, int inner, float *y, long y_stride, int columns,
                        const int rows) {
@@ -151,9 +155,9 @@ INLINE void tile_pairs(const uint16_t *x, long x_stride, const uint16_t *panel, 
         for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = (vec){};
     for (long k = 0; k < inner; k += 2)
         for (int r = 0; r < rows; r++) {
-            int32_t pair;
-            memcpy(&pair, x + r * x_stride + k, 4);
-            for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = add_pair(sums[r][v], panel + k * PANEL + 2 * LANES * v, pair);
+            int32_t pair = pair_at(x + r * x_stride + k);
+            for (int v = 0; v < PANEL_VECTORS; v++)
+                sums[r][v] = add_pair(sums[r][v], load((const float *)(panel + k * PANEL) + LANES * v), pair);
         }
     for (int r = 0; r < rows; r++) store_columns(y + r * y_stride, sums[r], columns);
 }
