@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
-from decode_worker.scheduler import Begun, Choice, DecodeScheduler, Ended, FetchOrder, Scored, Token
+from decode_worker.choice import Choice
+from decode_worker.fetches import FetchOrder
+from decode_worker.scheduler import Begun, DecodeScheduler, Ended, Scored, Token
 from kvferry.bell import Bell
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import FetchFailed, InvalidRequest
