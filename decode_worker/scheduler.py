@@ -1,13 +1,7 @@
 """The decode policy: one token of every running sequence a step, plus tails and local chunks within a budget of time.
 
 Pure: no I/O, no clock, no torch. It decides what runs, what is fetched, who waits and who is preempted; fetching and emitting are
-the service's. The states of a sequence:
-
-    WAITING ──▶ FETCHING ──▶ RUNNING ──▶ ENDED          WAITING: has no slot, only tokens
-       ▲ └─────────┼────────▶──┘            ▲           FETCHING: its slots are reserved, blocks arrive or are awaited
-       └───────────┴── preempted, or has    │           RUNNING: takes part in steps
-                       to begin anew        │
-                        any state ──────────┘           ENDED: has nothing; the reason was said once
+the service's. A choice and its states are choice.py's, which fetch brings what is fetches.py's.
 
 Two sequences that want the same missing block: one fetches, the others wait and adopt what it sealed; when its fetch ends, for
 whatever reason, each looks again. Local computing is shared by claims that live for one plan, as in the prefill policy.
@@ -16,15 +10,15 @@ whatever reason, each looks again. Local computing is shared by claims that live
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from itertools import groupby
 
+from decode_worker.choice import Choice, State
+from decode_worker.fetches import Fetches, FetchOrder
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import Chunk, Draw, Plan, Scoring, StepResult
-from kvferry.engine.sequence import Sequence
 from kvferry.errors import PoolExhausted
 from kvferry.kv.pool import BlockPool
-from kvferry.messages import ChoiceEndReason, Sampling, Source, TokenLogprobs
+from kvferry.messages import ChoiceEndReason, TokenLogprobs
 from kvferry.turns import bucket, start_in_order, turns
 from kvferry.worker.counters import Counters
 
@@ -33,115 +27,6 @@ GROWTH_MARGIN_BLOCKS = 4
 
 MAX_SCORED_TOKENS = 128
 """Positions of a prompt whose log-probabilities are wanted, in one step."""
-
-
-class State(Enum):
-    WAITING = "waiting"
-    FETCHING = "fetching"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-TRANSITIONS = frozenset(
-    {
-        (State.WAITING, State.FETCHING),
-        (State.WAITING, State.RUNNING),
-        (State.WAITING, State.ENDED),
-        (State.FETCHING, State.RUNNING),
-        (State.FETCHING, State.WAITING),
-        (State.FETCHING, State.ENDED),
-        (State.RUNNING, State.WAITING),
-        (State.RUNNING, State.ENDED),
-    }
-)
-
-
-class Choice:
-    """One choice of one request on this worker. `key` is the service's name for it."""
-
-    def __init__(
-        self,
-        key: object,
-        choice: int,
-        sequence: Sequence,
-        num_prompt_tokens: int,
-        sampling: Sampling,
-        sources: tuple[Source, ...] = (),
-        priority: int = 0,
-        deadline_s: float | None = None,
-        after: "Choice | None" = None,
-        local_tokens: int = 0,
-    ):
-        self.local_tokens = local_tokens
-        self.key, self.choice, self.sequence, self.sampling = key, choice, sequence, sampling
-        self.num_prompt_tokens = num_prompt_tokens
-        self.prompt_tokens = tuple(sequence.tokens[:num_prompt_tokens])
-        self.num_start_tokens = len(sequence.tokens)
-        self.sources = list(sources)
-        self.num_given_sources = len(sources)
-        self.failed_source_ids: list[str] = []
-        self.priority, self.deadline_s = priority, deadline_s
-        self.arrival = 0
-        self.num_passed = 0
-        self.state = State.WAITING
-        self.fetch: FetchOrder | None = None
-        self.warming: FetchOrder | None = None
-        self.has_warmed = False
-        self.has_begun = False
-        self.has_fetched = False
-        """Then its router cannot know when it begins; of others it takes for granted that they do at once."""
-        self.num_tries_at_source = 0
-        self.num_high_water = 0  # tokens that had KV before a preemption
-        self.num_local_tokens = 0
-        self.is_computed_here = False  # no source brings what is missing
-        self.after = after
-        self.num_scored = 0 if after is None else num_prompt_tokens
-        self.tail_planned_s: float | None = None
-
-    @property
-    def is_scoring(self) -> bool:
-        """Log-probabilities of the prompt are still wanted: every position of it must pass through a step."""
-        return self.sampling.num_prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens
-
-    @property
-    def index(self) -> int:
-        """Of the next token within the choice."""
-        return len(self.sequence.tokens) - self.num_prompt_tokens
-
-    @property
-    def size(self) -> int:
-        """Tokens that it may come to have."""
-        return self.num_prompt_tokens + self.sampling.max_tokens
-
-    @property
-    def waits_for_scores(self) -> bool:
-        """Until the request's first choice has the prompt's log-probabilities: then its blocks are here, too."""
-        return self.after is not None and self.after.state is not State.ENDED and self.after.is_scoring
-
-    @property
-    def num_missing_tokens(self) -> int:
-        return len(self.sequence.tokens) - self.sequence.num_computed
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return (-self.priority, self.arrival)
-
-    def move(self, state: State) -> None:
-        if (self.state, state) not in TRANSITIONS:
-            raise AssertionError(f"a choice cannot go from {self.state.value} to {state.value}")
-        self.state = state
-
-
-@dataclass(frozen=True, slots=True)
-class FetchOrder:
-    """What the service shall fetch into `choice`'s sequence: its blocks from where it is up to `num_blocks`."""
-
-    choice: Choice
-    source: Source
-    first_block: int
-    num_blocks: int
-    is_warm: bool = False
-    """The source shall only compute them: there is no room for them here yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +82,9 @@ class DecodeScheduler:
         self._pool, self._block_size, self._limits = pool, block_size, limits
         self._budget, self._counters = budget, counters
         self._choices: dict[int, Choice] = {}
-        self._fetched_ids: dict[bytes, FetchOrder] = {}
+        self._fetches = Fetches()
         self._num_admitted = 0
         self._events: list[Event] = []
-        self._opened: list[FetchOrder] = []
-        self._dropped: list[FetchOrder] = []
 
     # ------------------------------------------------------------------------------------------ what the service calls
 
@@ -228,10 +111,8 @@ class DecodeScheduler:
     def fetch_ended(self, order: FetchOrder, error: str | None, is_source_bad: bool) -> None:
         """The fetch is over: `error` says why it did not bring everything, `is_source_bad` that trying again is vain."""
         choice = order.choice
-        if choice.fetch is not order:
+        if not self._fetches.ended(order):
             return
-        self._forget_fetch(choice)
-        self._stop_warming(choice)  # until here it kept the fetch's place among those whom the source computes for
         made_progress = choice.sequence.num_sealed_blocks > order.first_block
         if error is not None and choice.sources and choice.sources[0] == order.source:
             choice.num_tries_at_source += 1
@@ -245,9 +126,7 @@ class DecodeScheduler:
 
     def take_fetches(self) -> tuple[list[FetchOrder], list[FetchOrder]]:
         """Fetches to open, and fetches to drop, since the last call."""
-        fetches = self._opened, self._dropped
-        self._opened, self._dropped = [], []
-        return fetches
+        return self._fetches.take()
 
     @property
     def num_kv_tokens(self) -> int:
@@ -355,8 +234,7 @@ class DecodeScheduler:
         choice.has_warmed = True
         missing = last - self._pool.num_sealed_prefix(choice.sequence.block_ids[:last])
         if missing * self._block_size > choice.local_tokens:
-            choice.warming = FetchOrder(choice, choice.sources[0], 0, last, is_warm=True)
-            self._opened.append(choice.warming)
+            self._fetches.warm(choice)
 
     def _start(self, choice: Choice) -> bool:
         sequence = choice.sequence
@@ -381,13 +259,13 @@ class DecodeScheduler:
             self._counters.add("recomputed_tokens", max(lost, 0))
         choice.move(State.FETCHING)
         self._look_again(choice)
-        if choice.fetch is None:
-            self._stop_warming(choice)
+        if choice not in self._fetches:
+            self._fetches.stop_warming(choice)
         return True
 
     def _look_again(self, choice: Choice) -> None:
         """A choice in FETCHING that has no fetch of its own: run, wait for somebody else's, or open one."""
-        if choice.fetch is not None:
+        if choice in self._fetches:
             return
         if choice.is_scoring:
             choice.move(State.RUNNING)
@@ -397,10 +275,10 @@ class DecodeScheduler:
         missing = sequence.num_blocks_before_tail - sequence.num_sealed_blocks
         if missing == 0:
             choice.move(State.RUNNING)
-        elif sequence.next_block_id in self._fetched_ids:
+        elif self._fetches.brings(sequence.next_block_id):
             return
         elif choice.sources and self._num_local_tokens(choice, missing) > choice.local_tokens:
-            self._open_fetch(choice)
+            self._fetches.open(choice)
         elif (
             not choice.sources
             and choice.num_given_sources
@@ -419,23 +297,6 @@ class DecodeScheduler:
         """That would have to be computed here if no source brings the missing blocks."""
         skipped = choice.sequence.num_skipped_blocks
         return (choice.sequence.num_blocks_before_tail if skipped else num_missing_blocks) * self._block_size
-
-    def _open_fetch(self, choice: Choice) -> None:
-        choice.has_fetched = True
-        first, last = choice.sequence.num_sealed_blocks, choice.sequence.num_blocks_before_tail
-        order = FetchOrder(choice, choice.sources[0], first, last)
-        choice.fetch = order
-        for block_id in choice.sequence.block_ids[first:last]:
-            self._fetched_ids.setdefault(block_id, order)
-        self._opened.append(order)
-
-    def _forget_fetch(self, choice: Choice) -> None:
-        order, choice.fetch = choice.fetch, None
-        if order is None:
-            return
-        for block_id in choice.sequence.block_ids[order.first_block : order.num_blocks]:
-            if self._fetched_ids.get(block_id) is order:
-                del self._fetched_ids[block_id]
 
     def _adopt(self, choice: Choice) -> int:
         sequence = choice.sequence
@@ -525,7 +386,7 @@ class DecodeScheduler:
     def _preempt(self, choice: Choice) -> None:
         """Its blocks go, its tokens stay; it comes back as an ordinary sequence."""
         self._counters.add("preemptions")
-        self._drop_fetch(choice)
+        self._fetches.drop(choice)
         choice.num_high_water = max(choice.num_high_water, choice.sequence.num_computed)
         choice.sequence.stop()
         choice.move(State.WAITING)
@@ -538,28 +399,11 @@ class DecodeScheduler:
                 self._end(choice, ChoiceEndReason.DEADLINE, "the request's time ran out")
 
     def _end(self, choice: Choice, reason: ChoiceEndReason, detail: str = "") -> None:
-        self._drop_fetch(choice)
+        self._fetches.drop(choice)
         choice.sequence.stop()
         choice.move(State.ENDED)
         del self._choices[choice.sequence.sequence_id]
         self._events.append(Ended(choice, reason, detail))
-
-    def _drop_fetch(self, choice: Choice) -> None:
-        if choice.fetch is not None:
-            self._drop(choice.fetch)
-            self._forget_fetch(choice)
-        self._stop_warming(choice)
-
-    def _stop_warming(self, choice: Choice) -> None:
-        if choice.warming is not None:
-            self._drop(choice.warming)
-            choice.warming = None
-
-    def _drop(self, order: FetchOrder) -> None:
-        if order in self._opened:
-            self._opened.remove(order)
-        else:
-            self._dropped.append(order)
 
     def _ordered(self, *states: State) -> list[Choice]:
         return sorted((c for c in self._choices.values() if c.state in states), key=lambda choice: choice.order)

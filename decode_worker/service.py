@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
-from decode_worker.scheduler import Begun, Choice, DecodeScheduler, Ended, FetchOrder, Scored, Token
+from decode_worker.choice import Choice
+from decode_worker.fetches import FetchOrder
+from decode_worker.scheduler import Begun, DecodeScheduler, Ended, Scored, Token
 from kvferry.bell import Bell
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import FetchFailed, InvalidRequest
@@ -110,7 +112,7 @@ class DecodeService:
         self._pool, self._reader, self._counters, self._silence_s = pool, reader, counters, silence_s
         self._fetches: dict[FetchOrder, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
-        self._sessions: set[_Session] = set()
+        self._sessions: list[_Session] = []
         loop.emit = self._emit
 
     async def run(self) -> None:
@@ -123,14 +125,14 @@ class DecodeService:
     async def serve_attach(self, stream: Stream[DecodeMessage, RouterMessage]) -> None:
         """Until the router ends the stream or is silent for too long."""
         session = _Session(stream)
-        self._sessions.add(session)
+        self._sessions.append(session)
         try:
             await until_first(self._send(session), self._receive(session))
         except (StreamEnded, TimeoutError):
             pass  # whatever the reason: what this router opened ends with its stream
         finally:
             session.is_open = False
-            self._sessions.discard(session)
+            self._sessions.remove(session)
             self._loop.post(lambda: self._abort_session(session))
 
     async def _receive(self, session: _Session) -> None:
@@ -254,7 +256,7 @@ class DecodeService:
 
     def _emit(self) -> bool:
         """After each step and drain: events to their sessions, fetches opened and dropped. True: a router must hear who begins."""
-        touched: set[_Session] = set()
+        touched: dict[_Session, None] = {}
         is_urgent = False
         for event in self._scheduler.take_events():
             request = event.choice.key
@@ -269,7 +271,7 @@ class DecodeService:
                 request.session.prompt_logprobs.append(PromptLogprobs(number, attempt, event.position, event.logprobs))
             else:
                 self._tell_end(request, event)
-            touched.add(request.session)
+            touched[request.session] = None
         for session in touched:
             session.has_news.ring()
         opened, dropped = self._scheduler.take_fetches()

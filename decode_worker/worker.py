@@ -1,6 +1,7 @@
 """A decode worker: the common body with the decode policy. Serves routers, and blocks that it has to other workers."""
 
-from decode_worker.scheduler import DecodeLimits, DecodeScheduler, State
+from decode_worker.choice import State
+from decode_worker.scheduler import DecodeLimits, DecodeScheduler
 from decode_worker.service import DecodeService
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.engine import Engine

@@ -90,9 +90,7 @@ async def measure_streams(bench: RouterBench, notes: Console) -> list[RouterFigu
                 contestants.append(Contestant(peer.name, url, "stub"))
         address, secret_file = deployment.children["decode-1"].details["address"], str(deployment.folder / "secret")
         async for reading in router_contest.read_in_turn(contestants, bench.num_rounds, address, secret_file):
-            notes.print(
-                f"  {reading.contestant}: TTFT {reading.kept_ttft_s * 1e3:.2f} ms, {reading.tokens_per_s:,.0f} tokens/s"
-            )
+            notes.print(f"  {reading.contestant}: {reading.told}")
             readings.append(reading)
     return router_contest.figures_of(router_contest.standings_of(readings))
 

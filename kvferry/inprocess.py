@@ -75,7 +75,7 @@ class _Link:
         self.client = InProcessStream(self._up, self._down, self.end)
         self._server = InProcessStream(self._down, self._up, self.end)
         self._task = network.group.create_task(self._serve(serve))
-        self._task.add_done_callback(lambda _: network.links.discard(self))
+        self._task.add_done_callback(lambda _: network.links.pop(self, None))
 
     async def _serve(self, serve: Callable[[InProcessStream], Awaitable[None]]) -> None:
         try:
@@ -106,7 +106,8 @@ class Network:
 
     def __init__(self, group: asyncio.TaskGroup):
         self.group = group
-        self.links: set[_Link] = set()
+        self.links: dict[_Link, None] = {}
+        """In the order in which they were dialled: what happens to all happens in that order."""
         self._servers: dict[str, object] = {}
         self._frozen: set[str] = set()
 
@@ -130,7 +131,7 @@ class Network:
         if serve is None:
             return _unreachable(address)
         link = _Link(self, address, serve)
-        self.links.add(link)
+        self.links[link] = None
         return link.client
 
     def kill(self, address: str) -> None:

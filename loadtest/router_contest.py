@@ -50,6 +50,12 @@ class Reading:
     beyond_worker_s: float | None = None
     """Of `kept_ttft_s`, without the worker's own time; None where it is not told."""
 
+    @property
+    def told(self) -> str:
+        """While it goes on, for people. An attached client has one stream only."""
+        ttft = f"TTFT {self.kept_ttft_s * 1e3:.2f} ms"
+        return ttft if self.contestant == ATTACHED else f"{ttft}, {self.tokens_per_s:,.0f} tokens/s"
+
 
 async def read_in_turn(
     contestants: Sequence[Contestant], num_rounds: int, address: str, secret_file: str

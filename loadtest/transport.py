@@ -5,9 +5,7 @@ medians. Let nothing else run.
 """
 
 import asyncio
-import contextlib
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -16,8 +14,10 @@ from kvferry.inprocess import Network
 from kvferry.kv.road import Road, known_roads, roads_called
 from kvferry.rpc.links import GrpcDialer
 from kvferry.worker.allocation import keep_freed_memory
+from loadtest.own_process import serving
 from loadtest.transport_ends import SECRET, SIZES, ReaderEnd, Size, SourceEnd, bare_stream, unchecked
 
+SOURCE = "loadtest.transport_ends"
 COPY, STREAM, STORE = "one plain copy", "a bare grpc.aio stream", "put + get + one copy"
 COMPARED_WITH = defaultdict(lambda: COPY, {"grpc": STREAM, "ray": STORE})
 """By road; a new one is compared with a copy."""
@@ -59,29 +59,9 @@ async def measure_roads(names: list[str], num_rounds: int) -> AsyncIterator[Tran
             yield figure
 
 
-@contextlib.asynccontextmanager
-async def _source_process(*arguments: str) -> AsyncIterator[str]:
-    """Its address."""
-    source = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "loadtest.transport_ends",
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert source.stdout is not None
-        yield (await source.stdout.readline()).decode().strip()
-    finally:
-        if source.returncode is None:
-            source.kill()
-        await source.wait()
-
-
 async def _in_two_processes(road: Road, num_rounds: int) -> AsyncIterator[TransportFigure]:
     keep_freed_memory()
-    async with _source_process(road.name) as address, _source_process(road.name, "unchecked") as unchecked_address:
+    async with serving(SOURCE, road.name) as address, serving(SOURCE, road.name, "unchecked") as unchecked_address:
         dialer = GrpcDialer(SECRET)
         reader = ReaderEnd(dialer, (road,))
 

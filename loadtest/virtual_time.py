@@ -36,10 +36,27 @@ class _JumpingSelector(selectors.BaseSelector):
         self._selector.close()
 
 
+class _NumberedTask(asyncio.Task[T]):
+    """A task group cancels its tasks as a set has them: by where they lie in memory, were it not for this."""
+
+    def __init__(self, number: int, coroutine: Coroutine[Any, Any, T], **more: Any):
+        self._number = number
+        super().__init__(coroutine, **more)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
+        self._num_tasks = 0
+        self.set_task_factory(self._numbered)
+
+    def _numbered(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> _NumberedTask[Any]:
+        self._num_tasks += 1
+        return _NumberedTask(self._num_tasks, coroutine, loop=loop, **more)
 
     def time(self) -> float:
         return self._jumping.now

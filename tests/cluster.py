@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,6 +104,8 @@ class FaultyNetwork(Network):
 
     def __init__(self, group: asyncio.TaskGroup, seed: object = 0):
         super().__init__(group)
+        self.observe: Callable[[str, Any], None] = lambda address, message: None
+        """Called with each message that is sent or received, and where it goes to or comes from."""
         self.delays_s: dict[str, float] = {}
         self.losses: Counter[tuple[str, str]] = Counter()
         self.num_lost: Counter[str] = Counter()
@@ -139,11 +141,13 @@ class _FaultyStream:
             if has_events and self._network.loses("events", self._worker):
                 return
         await self._network.pass_time(self._worker)
+        self._network.observe(f"to {self._worker}", message)
         await self._stream.send(message)
 
     async def receive(self) -> Any:
         message = await self._stream.receive()
         await self._network.pass_time(self._worker)
+        self._network.observe(f"from {self._worker}", message)
         if isinstance(message, StepOutput) and message.tokens and self._network.loses("token", self._worker):
             return replace(message, tokens=message.tokens[1:])
         return message

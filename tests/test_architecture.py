@@ -74,8 +74,9 @@ def test_the_parts_below_know_nothing_of_those_above(path):
     assert not [name for name in imports_of(path) if name.startswith(above)]
 
 
-PURE = ("decode_worker/scheduler.py", "prefill_worker/scheduler.py", "router/journal.py", "router/placement.py",
-        "router/index.py", "kvferry/kv/pool.py", "kvferry/kv/block_id.py", "kvferry/engine/sequence.py",
+PURE = ("decode_worker/scheduler.py", "decode_worker/choice.py", "decode_worker/fetches.py", "prefill_worker/scheduler.py",
+        "router/journal.py", "router/placement.py", "router/index.py",
+        "kvferry/kv/pool.py", "kvferry/kv/block_id.py", "kvferry/engine/sequence.py",
         "kvferry/engine/budget.py", "kvferry/turns.py", "loadtest/contest.py",
         "loadtest/goodput.py", "loadtest/pool_duel.py", "loadtest/transfer.py", "loadtest/trial.py")  # fmt: skip
 

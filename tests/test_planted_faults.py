@@ -13,7 +13,8 @@ import decode_worker.service
 import kvferry.worker.reader
 import kvferry.worker.source
 import router.members
-from decode_worker.scheduler import Choice, DecodeScheduler
+from decode_worker.choice import Choice
+from decode_worker.scheduler import DecodeScheduler
 from kvferry.engine.plan import Draw
 from kvferry.kv.block_id import chain_root
 from kvferry.kv.pool import BlockPool

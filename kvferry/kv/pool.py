@@ -7,7 +7,7 @@ block. Not thread-safe: it belongs to the worker's event loop. Pure: no clock, n
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from dataclasses import dataclass
 from enum import Enum
 
@@ -58,23 +58,24 @@ class PoolAudit:
 class PoolWatch:
     """What was announced, and evicted after it had been, since the last `take`; the first one has all that is announced.
 
-    An id is in at most one of the two: the last thing that happened to it counts. An evicted one may never have been told.
+    An id is in at most one of the two: the last thing that happened to it counts. An evicted one may never have been told. Both are as
+    they happened, and not as a set has them: the same run is the same, whatever process it is in.
     """
 
     def __init__(self, pool: "BlockPool"):
         self._pool = pool
-        self.sealed: set[bytes] = set()
-        self.evicted: set[bytes] = set()
+        self.sealed: dict[bytes, None] = {}
+        self.evicted: dict[bytes, None] = {}
         self.start_again()
 
     def start_again(self) -> None:
         """The next `take` has everything."""
-        self.sealed, self.evicted = set(self._pool.announced_block_ids()), set()
+        self.sealed, self.evicted = dict.fromkeys(self._pool.announced_block_ids()), {}
 
-    def take(self) -> tuple[set[bytes], set[bytes]]:
+    def take(self) -> tuple[KeysView[bytes], KeysView[bytes]]:
         """(sealed, evicted): no id is in both."""
-        changes = self.sealed, self.evicted
-        self.sealed, self.evicted = set(), set()
+        changes = self.sealed.keys(), self.evicted.keys()
+        self.sealed, self.evicted = {}, {}
         return changes
 
     def close(self) -> None:
@@ -148,8 +149,8 @@ class BlockPool:
             return
         self._slots[number].is_announced = True
         for watch in self._watches:
-            watch.evicted.discard(block_id)
-            watch.sealed.add(block_id)
+            watch.evicted.pop(block_id, None)
+            watch.sealed[block_id] = None
 
     def watch(self) -> PoolWatch:
         """To be closed by who opened it."""
@@ -287,8 +288,8 @@ class BlockPool:
         if slot.is_announced:
             slot.is_announced = False
             for watch in self._watches:
-                watch.sealed.discard(slot.block_id)
-                watch.evicted.add(slot.block_id)
+                watch.sealed.pop(slot.block_id, None)
+                watch.evicted[slot.block_id] = None
         slot.block_id = slot.parent_id = b""
         self._free.append(number)
 

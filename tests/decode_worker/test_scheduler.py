@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.scheduler import Begun, Choice, DecodeLimits, DecodeScheduler, Ended, Scored, State, Token
+from decode_worker.choice import Choice, State
+from decode_worker.scheduler import Begun, DecodeLimits, DecodeScheduler, Ended, Scored, Token
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import StepResult
 from kvferry.engine.sequence import Sequence

@@ -45,6 +45,11 @@ def test_a_figure_holds_within_its_limits(limits, holds):
 # -------------------------------------------------------------------------------------------------------------- contest
 
 
+def test_while_it_goes_on_an_attached_client_has_no_rate_of_tokens():
+    assert Reading(ATTACHED, 0.003, 0.003).told == "TTFT 3.00 ms"
+    assert Reading(OURS, 0.003, 0.004, 20_000).told == "TTFT 4.00 ms, 20,000 tokens/s"
+
+
 def test_each_router_is_less_what_a_client_without_it_waits():
     ours = reading_of(
         OURS, [answer(0, 0.005, worker_s=0.003)] * 3, [answer(0, 0.004, worker_s=0.0015)] * 3, [answer(0)]
