@@ -124,17 +124,19 @@ def bench_exact(
 def bench_quality(
     model: Model = None,
     weights: Annotated[
-        list[str] | None, typer.Option("--weights", help="float16, bfloat16 or int8; may be given more than once.")
+        list[str] | None,
+        typer.Option("--weights", help="float32, float16, bfloat16 or int8; may be given more than once."),
     ] = None,
+    kv: Kv = "float32",
     threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
-    """What a kind of weights loses: perplexity and greedy agreement with float32, on a text that comes with kvferry."""
+    """What kinds of weights and KV lose: perplexity and greedy agreement with float32, on a text that comes with kvferry."""
     from deploy.quality_report import print_quality
 
     directory = directory_of(model)
     with told_errors():
-        print_quality(directory, weights or ["float16", "bfloat16", "int8"], threads, as_json)
+        print_quality(directory, weights or ["float16", "bfloat16", "int8"], kv, threads, as_json)
 
 
 @bench_app.command("transport")

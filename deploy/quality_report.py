@@ -1,4 +1,4 @@
-"""Prints the figures of kvferry/engine/quality.py: what each kind of weights costs against float32."""
+"""Prints the figures of kvferry/engine/quality.py: what each kind of weights and KV costs against float32."""
 
 import json
 from collections.abc import Sequence
@@ -8,18 +8,24 @@ from rich.console import Console
 from rich.table import Table
 
 
-def print_quality(directory: Path, kinds: Sequence[str], num_threads: int, as_json: bool) -> None:
+def print_quality(directory: Path, kinds: Sequence[str], kv: str, num_threads: int, as_json: bool) -> None:
     from kvferry.engine.quality import measure_quality
 
-    table = Table("weights", "tokens", "perplexity", "agreement", "mean KL, nats", "largest logit difference")
-    for quality in measure_quality(directory, kinds, num_threads):
+    table = Table("weights", "kv", "tokens", "perplexity", "agreement", "mean KL, nats", "largest logit difference")
+    for quality in measure_quality(directory, kinds, num_threads, kv=kv):
         if as_json:
             common = {
                 "figure": f"perplexity_{quality.kind}",
                 "value": round(quality.perplexity, 5),
                 "unit": "perplexity",
             }
-            origin = {"peer": "kvferry", "threads": num_threads, "weights": quality.kind, "tokens": quality.num_tokens}
+            origin = {
+                "peer": "kvferry",
+                "threads": num_threads,
+                "weights": quality.kind,
+                "kv": quality.kv,
+                "tokens": quality.num_tokens,
+            }
             distance = {
                 "agreement": round(quality.agreement, 5),
                 "mean_kl": quality.mean_kl,
@@ -28,6 +34,6 @@ def print_quality(directory: Path, kinds: Sequence[str], num_threads: int, as_js
             print(json.dumps({**common, **origin, **distance}), flush=True)
         else:
             distance = (f"{quality.agreement:.2%}", f"{quality.mean_kl:.2e}", f"{quality.max_logit_difference:.2e}")
-            table.add_row(quality.kind, str(quality.num_tokens), f"{quality.perplexity:.4f}", *distance)
+            table.add_row(quality.kind, quality.kv, str(quality.num_tokens), f"{quality.perplexity:.4f}", *distance)
     if not as_json:
         Console(highlight=False).print(table)

@@ -58,6 +58,7 @@ def contenders_in(directory: Path, model: Path) -> dict[str, Contender]:
         ours("bfloat16"),
         ours("bfloat16", "bfloat16"),
         ours("int8"),
+        ours("int8", "bfloat16"),
         llama_cpp("Q8_0", "unified", "llama.cpp-Q8_0"),
         llama_cpp("Q8_0", "split", "llama.cpp-Q8_0-split"),
         ours("float32"),

@@ -65,6 +65,8 @@ DUELS = (
     Duel("kvferry-float16", "vllm-1-thread"),
     Duel("kvferry-int8", "llama.cpp-Q8_0", _INT8_TO_Q8_0),
     Duel("kvferry-int8", "llama.cpp-Q8_0-split"),
+    Duel("kvferry-int8-kv-bfloat16", "llama.cpp-Q8_0"),
+    Duel("kvferry-int8-kv-bfloat16", "llama.cpp-Q8_0-split"),
     Duel("kvferry-int8", "vllm-2-threads"),
     Duel("kvferry-float32", "transformers"),
     Duel("kvferry-float32", "vllm-2-threads"),

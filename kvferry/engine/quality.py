@@ -1,4 +1,4 @@
-"""How much a kind of weights costs in quality: its distributions over a text of our own, beside those of float32.
+"""How much a kind of weights, or of KV, costs in quality: its distributions over a text of our own, beside those of float32.
 
 Every position is teacher-forced: it sees the text's own tokens before it in its window, and is judged on the text's
 next one. Both engines stay loaded and go window by window, so that memory does not grow with the text. Knows nothing of
@@ -49,6 +49,7 @@ class Quality:
     mean_kl: float
     """Kullback-Leibler divergence from float32's distribution, in nats a position."""
     max_logit_difference: float
+    kv: str = "float32"
 
 
 @dataclass(slots=True)
@@ -70,10 +71,10 @@ class _Sums:
         self.kl += float((np.exp(expected_log) * (expected_log - got_log)).sum())
         self.max_difference = max(self.max_difference, float(np.abs(expected - got).max()))
 
-    def quality(self, kind: str) -> Quality:
+    def quality(self, kind: str, kv: str) -> Quality:
         count = self.num_tokens
         perplexity = math.exp(self.surprise / count)
-        return Quality(kind, count, perplexity, self.num_agreeing / count, self.kl / count, self.max_difference)
+        return Quality(kind, count, perplexity, self.num_agreeing / count, self.kl / count, self.max_difference, kv)
 
 
 def quality_text() -> str:
@@ -81,9 +82,13 @@ def quality_text() -> str:
 
 
 def measure_quality(
-    directory: Path, kinds: Sequence[str], num_threads: int, tokens: Sequence[int] | None = None
+    directory: Path,
+    kinds: Sequence[str],
+    num_threads: int,
+    tokens: Sequence[int] | None = None,
+    kv: str = REFERENCE,
 ) -> Iterator[Quality]:
-    """float32 first, asked for or not, then each of `kinds`; over `tokens`, or else over our text.
+    """float32 first, asked for or not, then each of `kinds` with that KV; over `tokens`, or else over our text.
 
     Raises ConfigurationError for an unknown kind, and for one that this model or machine cannot have.
     """
@@ -93,15 +98,20 @@ def measure_quality(
     if tokens is None:
         tokens = ModelText(directory).encode(quality_text())
     window_tokens = min(WINDOW_TOKENS, modules_shape(directory, read_config(directory)).context_tokens)
-    reference = _load(directory, REFERENCE, num_threads)
+    reference = _load(directory, REFERENCE, REFERENCE, num_threads)
     yield compare(REFERENCE, reference, reference, tokens, window_tokens)
     for kind in dict.fromkeys(kinds):
-        if kind != REFERENCE:
-            yield compare(kind, reference, _load(directory, kind, num_threads), tokens, window_tokens)
+        if (kind, kv) != (REFERENCE, REFERENCE):
+            yield compare(kind, reference, _load(directory, kind, kv, num_threads), tokens, window_tokens, kv)
 
 
 def compare(
-    kind: str, reference: LogitsRunner, runner: LogitsRunner, tokens: Sequence[int], window_tokens: int
+    kind: str,
+    reference: LogitsRunner,
+    runner: LogitsRunner,
+    tokens: Sequence[int],
+    window_tokens: int,
+    kv: str = REFERENCE,
 ) -> Quality:
     """Windows of `window_tokens` that follow one another, each computed as one chunk with nothing before it.
 
@@ -122,11 +132,12 @@ def compare(
         for first in range(0, len(window), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             sums.add(expected[rows].astype(np.float64), got[rows].astype(np.float64), targets[rows])
-    return sums.quality(kind)
+    return sums.quality(kind, kv)
 
 
-def _load(directory: Path, kind: str, num_threads: int) -> LogitsRunner:
-    engine = load_engine(directory, EngineSettings(WINDOW_TOKENS, BLOCK_SIZE, num_threads=num_threads, weights=kind))
+def _load(directory: Path, kind: str, kv: str, num_threads: int) -> LogitsRunner:
+    settings = EngineSettings(WINDOW_TOKENS, BLOCK_SIZE, num_threads=num_threads, weights=kind, kv=kv)
+    engine = load_engine(directory, settings)
     assert isinstance(engine.runner, LogitsRunner), "every engine of a checkpoint has it"
     return engine.runner
 

@@ -250,6 +250,7 @@ def test_a_positions_bits_depend_on_its_prefix_alone(checkpoint, weights, thread
         (dict(weights="int8"), 0.2),
         (dict(kv="bfloat16"), 0.1),
         (dict(weights="bfloat16", kv="bfloat16"), 0.1),
+        (dict(weights="int8", kv="bfloat16"), 0.2),
     ],
 )
 def test_coarser_numbers_stay_close_to_float32(checkpoint, settings, share):

@@ -88,6 +88,19 @@ def test_float16_is_close_to_float32_but_not_equal(checkpoint):
     assert 0 < half.max_logit_difference < 0.1
 
 
+def test_coarser_kv_is_measured_with_each_kind_of_weights(checkpoint):
+    exact, *coarser = measure_quality(checkpoint, ["float32", "bfloat16", "int8"], 1, TOKENS, kv="bfloat16")
+    assert [(one.kind, one.kv) for one in (exact, *coarser)] == [
+        ("float32", "float32"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("int8", "bfloat16"),
+    ]
+    losses = [one.mean_kl for one in (exact, *coarser)]
+    assert losses == sorted(losses)
+    assert losses[0] == 0 < losses[1]
+
+
 def test_the_perplexity_of_a_uniform_model_is_the_size_of_its_vocabulary(checkpoint, tmp_path):
     model = LlamaForCausalLM.from_pretrained(checkpoint)
     torch.nn.init.zeros_(model.lm_head.weight)
@@ -111,10 +124,10 @@ def test_the_text_has_prose_korean_and_code():
 
 def test_the_report_prints_an_object_a_line_or_a_table(checkpoint, monkeypatch, capsys):
     rows = [Quality("float32", 99, 7.25, 1.0, 0.0, 0.0), Quality("float16", 99, 7.5, 0.99, 1e-6, 0.01)]
-    monkeypatch.setattr("kvferry.engine.quality.measure_quality", lambda *arguments: iter(rows))
-    print_quality(checkpoint, ["float16"], 1, as_json=True)
+    monkeypatch.setattr("kvferry.engine.quality.measure_quality", lambda *arguments, kv: iter(rows))
+    print_quality(checkpoint, ["float16"], "float32", 1, as_json=True)
     exact, half = map(json.loads, capsys.readouterr().out.splitlines())
     assert (exact["figure"], exact["value"], exact["unit"]) == ("perplexity_float32", 7.25, "perplexity")
     assert (half["weights"], half["tokens"], half["agreement"], half["mean_kl"]) == ("float16", 99, 0.99, 1e-6)
-    print_quality(checkpoint, ["float16"], 1, as_json=False)
+    print_quality(checkpoint, ["float16"], "float32", 1, as_json=False)
     assert "99.00%" in capsys.readouterr().out

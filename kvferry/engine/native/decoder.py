@@ -25,6 +25,10 @@ SCRATCH_PER_NUMBER = 2
 """Bytes: bfloat16's two; int8's one, and eight for each group of 32 or 64."""
 
 
+ROUNDING_KINDS = ("bfloat16", "int8")
+"""Of weights: activations are rounded for them, and over bfloat16 KV for attention, too."""
+
+
 class NativeRunner:
     """A runner over a `TorchMemory`. `rope` is cosine and sine, [positions, head size]."""
 
@@ -54,7 +58,7 @@ class NativeRunner:
             block,
             c.window,
             memory.format.dtype == "bfloat16",
-            memory.format.dtype == kind == "bfloat16",
+            memory.format.dtype == "bfloat16" and kind in ROUNDING_KINDS,
             c.head_size**-0.5,
         )
         cosine, sine = rope
