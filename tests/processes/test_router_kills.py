@@ -82,12 +82,15 @@ def kill_under_streams(service: Service, num_kills: int) -> list[float]:
         bodies = with_stops_that_come(plain, undisturbed)
         undisturbed = [one.result(60) for one in clients.ask_all(bodies)]
         assert {answer.finish[0] for answer in undisturbed} == {"stop", "length"}
-        lanes = Lanes(clients, bodies)
-        for _ in range(num_kills):
+        lanes, num_lost = Lanes(clients, bodies), 0
+        for _ in range(2 * num_kills):
             wait_until(lambda: lanes.turn() or set(names) <= ready_ones(service), 60, "all to be ready")
             busy = wait_until(lambda: lanes.turn() or busy_ones(service, names), 20, "a worker to be busy")
             victim = min(busy, key=lambda name: service.deployment.children[name].num_starts)
-            kill(service, victim, lanes)
+            num_lost += kill(service, victim, lanes)
+            if num_lost == num_kills:
+                break
+        assert num_lost == num_kills
         wait_until(lambda: lanes.turn(is_over=True) or not lanes.num_pending, 60, "the last streams")
     for lane, answer in lanes.answers:
         assert answer.said == undisturbed[lane].said, f"lane {lane}: {answer.numbers} {answer.error}"
@@ -98,10 +101,17 @@ def kill_under_streams(service: Service, num_kills: int) -> list[float]:
     return [answer.longest_gap_s for _, answer in lanes.answers if answer.numbers["attempts"] > 1]
 
 
-def kill(service: Service, victim: str, lanes: Lanes) -> None:
-    losses = event(service, "worker_losses")
+def kill(service: Service, victim: str, lanes: Lanes) -> bool:
+    """Whether streams were lost: all that ran there may have ended since it was seen to be busy."""
+    losses, child = event(service, "worker_losses"), service.deployment.children[victim]
+    num_starts = child.num_starts
     service.kill(victim)
-    wait_until(lambda: lanes.turn() or event(service, "worker_losses") > losses, 10, "the loss")
+    wait_until(
+        lambda: lanes.turn() or child.num_starts > num_starts or victim not in ready_ones(service),
+        10,
+        "its end to be seen",
+    )
+    return event(service, "worker_losses") > losses
 
 
 def ready_ones(service: Service) -> set[str]:
