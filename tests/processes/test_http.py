@@ -14,7 +14,7 @@ import pytest
 from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
 from tests.processes.service import completion_body
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 CONTEXT = 2048
 USER = [{"role": "user", "content": "hi"}]
 

@@ -29,7 +29,7 @@ from tests.processes.ray_cluster import (
 )
 from tests.processes.service import Service, wait_until
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 
 GRACE_S = 20
 

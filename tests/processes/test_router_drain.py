@@ -21,7 +21,7 @@ from tests.processes.simulated import (
     wait_streaming,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 NUM_STREAMS = 20
 SHORT_GRACE_S = 1.0
 

@@ -12,7 +12,7 @@ from tests.processes.crowd import Answer, Crowd, body_of, crowd
 from tests.processes.service import Service, wait_until
 from tests.processes.simulated import event, expected_of, ids, simulated, states
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 NUM_STREAMS = 16
 NUM_TOKENS = 150
 GAP_LIMIT_S = 8.0
