@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PROCESS_TESTS := tests/processes tests/deploy
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test soak up stubs lint bench-engine clean
@@ -13,7 +14,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/kvferry model unpack
 	$(BIN)/python -m pytest -m "not soak and not processes" -n 2 --dist worksteal
-	$(BIN)/python -m pytest -m "processes and not soak"
+	$(BIN)/python -m pytest -m "processes and not soak and beside" -n 2 --dist loadfile $(PROCESS_TESTS)
+	$(BIN)/python -m pytest -m "processes and not soak and not beside" $(PROCESS_TESTS)
 
 soak: $(STAMP)
 	$(BIN)/kvferry model unpack

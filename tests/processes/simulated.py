@@ -37,6 +37,13 @@ def expected_of(body: dict[str, Any]) -> list[int]:
     return expected(body["prompt"], body["max_tokens"], body.get("seed", 0), body["temperature"])
 
 
+class Truth:
+    """What `reference` is to the real model."""
+
+    def check(self, tokens: list[int], answer: list[int]) -> None:
+        assert answer == expected(tokens, len(answer))
+
+
 @contextlib.contextmanager
 def simulated(model: Path, is_slow: bool = False, **plan: Any) -> Iterator[Service]:
     shape, accelerator = (SLOW_SHAPE, SLOW_ACCELERATOR) if is_slow else (SHAPE, ACCELERATOR)

@@ -32,7 +32,7 @@ from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
 from tests.processes.service import completion_body, serving
 from tests.processes.stranger import FORM, Mallory, Peer, armed, receive_a, secret_of
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 BLOCK = 16
 USER = [{"role": "user", "content": "Name three rivers of Korea, and say in a few words where each of them ends."}]
 

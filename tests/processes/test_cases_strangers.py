@@ -40,7 +40,7 @@ from kvferry.rpc.v1 import decode_pb2, fetch_pb2, generation_pb2, generation_pb2
 from tests.processes.service import completion_body
 from tests.processes.stranger import Peer, armed, receive_a, secret_of
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 PROMPT = [random.Random(f"strangers {k}").randrange(100, 40_000) for k in range(60)]
 NUM_TOKENS = 2
 ROUTES = (

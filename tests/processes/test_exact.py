@@ -9,7 +9,7 @@ import pytest
 from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
 from loadtest.exact import make_prompts
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 BLOCK = 16
 
 

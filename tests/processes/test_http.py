@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
-from tests.processes.service import completion_body, serving
+from tests.processes.service import completion_body
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 CONTEXT = 2048
 USER = [{"role": "user", "content": "hi"}]
 
@@ -198,15 +198,15 @@ def test_the_grpc_door_tokenises_tells_its_model_and_is_described(service, text)
         assert not any("Fetch" in name or "Decode" in name or "Registry" in name for name in names)
 
 
-def test_a_pool_that_cannot_hold_a_request_refuses_it_at_once_and_serves_small_ones(model_directory, reference):
-    extra = {"router": ["--max-queued=2"]}
-    with serving(model_directory, kv_tokens=320, extra=extra) as small:
+def test_a_pool_that_cannot_hold_a_request_refuses_it_at_once_and_serves_small_ones(model_directory, either):
+    start, truth = either
+    with start(model_directory, kv_tokens=320, extra={"router": ["--max-queued=2"]}) as small:
         began = time.monotonic()
         for body in ({"prompt": ids(400)}, {"prompt": ids(321), "stream": True}, {"prompt": [1], "max_tokens": 321}):
             assert "320" in refused(small, "/v1/completions", body)["message"]
         assert time.monotonic() - began < 2
         for length in (5, 50, 200):
-            reference.check(ids(length), small.tokens(ids(length), 4))
+            truth.check(ids(length), small.tokens(ids(length), 4))
         body = completion_body(ids(200), 60)
         with ThreadPoolExecutor(8) as pool:  # one runs, two wait, the others are told to come back
             responses = list(pool.map(lambda _: small.http.post("/v1/completions", json=body), range(8)))

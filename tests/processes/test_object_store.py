@@ -14,7 +14,7 @@ from kvferry.errors import RoadFailed
 from kvferry.kv.roads import object_store
 from tests.processes.service import serving, wait_until
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 
 
 def ids(length, seed):

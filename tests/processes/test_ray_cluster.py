@@ -29,7 +29,7 @@ from tests.processes.ray_cluster import (
 )
 from tests.processes.service import Service, wait_until
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 
 GRACE_S = 20
 
@@ -201,7 +201,7 @@ def test_a_worker_changes_its_role_in_the_same_process(service):
     assert service.status["wanted"] == {"prefill": 1, "decode": 3}
     with ThreadPoolExecutor(12) as pool:
         streams = streams_of(service, pool, 12, 30, "as decode")
-        assert service.total("kvferry_worker_sequences", worker="prefill-2") > 0
+        wait_until(lambda: service.total("kvferry_worker_sequences", worker="prefill-2") > 0, 1, "it to decode")
         assert_exact(streams, 30)
     service.do(service.client.change_role("prefill-2", "prefill"))
     prompt = ids(200, "back")

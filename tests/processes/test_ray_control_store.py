@@ -20,7 +20,7 @@ from tests.processes.ray_cluster import (
 )
 from tests.processes.service import wait_until
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 
 LIMIT_S = 4
 """That Ray's processes wait for it; 60 s where nobody sets it."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes.ray_cluster import ROOT, json_of, kvferry, with_token
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 
 
 def start(model_directory, *flags):

@@ -37,7 +37,7 @@ SLACK = 6
 """Pairs of workers that had not met when the baseline was taken."""
 
 
-@pytest.fixture(scope="module", params=["shm", "grpc"])
+@pytest.fixture(scope="module", params=["grpc", pytest.param("shm", marks=pytest.mark.soak)])
 def pair(request, model_directory):
     with serving(model_directory, num_prefill=2, num_decode=2, kv_tokens=4000, transport=request.param) as running:
         for k in range(4):
@@ -84,6 +84,16 @@ def test_either_end_of_a_fetch_is_lost_and_nobody_notices(pair, reference, role,
     for name, before in pair.baseline.items():
         assert all(now <= then + SLACK for now, then in zip(held_by(pair, name), before, strict=True)), name
     assert sorted(os.listdir("/dev/shm")) == pair.shared_memory
+
+
+def test_nothing_of_a_deployment_is_ever_in_dev_shm(service, pair):
+    """So it may be full, or tiny (T084). The blocks of `service` take the road `shm`, as in any deployment on one host."""
+    assert service.complete(PROMPT, 1, cache_salt="shm")["kvferry"][0]["road"] == "shm"
+    assert not [name for name in os.listdir("/dev/shm") if "kvferry" in name]
+    for deployment in (service.deployment, pair.deployment):
+        for child in deployment.children.values():
+            opened = [os.path.realpath(entry) for entry in Path(f"/proc/{child.pid}/fd").iterdir()]
+            assert not [path for path in opened if path.startswith("/dev/shm/")], child.name
 
 
 def free_port():
@@ -151,25 +161,18 @@ def test_a_transfer_that_breaks_half_way_keeps_what_arrived_and_costs_no_token(s
         assert 0 < service.total("kvferry_worker_events_total", name="fetched_blocks") - fetched < 31
 
 
-def test_clients_that_leave_in_mid_transfer_leave_no_block_to_be_written_over(slow, reference):
+@pytest.mark.parametrize("num_rounds", [3, pytest.param(6, marks=pytest.mark.soak)])
+def test_clients_that_leave_in_mid_transfer_leave_no_block_to_be_written_over(slow, reference, num_rounds):
     """T008: the next requests use the same slots, and are right."""
     service, proxy = slow
     others = [ids(100 + 17 * j, ("next", j)) for j in range(3)]
-    for k in range(6):
+    for k in range(num_rounds):
         proxy.bytes_per_s = 20e6
         left = ids(500, ("left", k))
         with httpx.Client(base_url=service.url, trust_env=False) as client, pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json=completion_body(left, 4), timeout=0.9 + 0.1 * k)
+            client.post("/v1/completions", json=completion_body(left, 4), timeout=0.9 + 0.6 * k / num_rounds)
         proxy.bytes_per_s = None
         with ThreadPoolExecutor(3) as pool:
             answers = list(pool.map(lambda one, k=k: service.tokens(one, 4, cache_salt=f"{k}"), others))
         for one, answer in zip(others, answers, strict=True):
             reference.check(one, answer)
-
-
-def test_nothing_of_a_deployment_is_ever_in_dev_shm(pair):
-    """So it may be full, or tiny (T084)."""
-    assert not [name for name in os.listdir("/dev/shm") if "kvferry" in name]
-    for name in pair.deployment.children:
-        opened = [os.path.realpath(entry) for entry in Path(f"/proc/{pair.pid(name)}/fd").iterdir()]
-        assert not [path for path in opened if path.startswith("/dev/shm/")], name

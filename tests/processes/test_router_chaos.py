@@ -129,10 +129,13 @@ class Watch:
 
 
 def run_chaos(service: Service, clients: Crowd, seconds: float) -> Chaos:
+    """Longer if all workers that were harmed by then had nothing to lose."""
     chaos, began = Chaos(service, clients, 89), time.monotonic()
     harms = itertools.count(began + 0.7, 1.3)
     next_harm = next(harms)
-    while (now := time.monotonic()) < began + seconds:
+    while (now := time.monotonic()) < began + seconds or (
+        now < began + 3 * seconds and not event(service, "worker_losses")
+    ):
         chaos.step()
         chaos.heal()
         if now > next_harm:

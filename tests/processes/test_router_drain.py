@@ -21,7 +21,7 @@ from tests.processes.simulated import (
     wait_streaming,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 NUM_STREAMS = 20
 SHORT_GRACE_S = 1.0
 
@@ -70,7 +70,7 @@ def wait_gone(service: Service, name: str, timeout_s: float) -> None:
 def test_a_decode_worker_that_drains_ends_what_it_has_and_gets_nothing_new(drained, clients):
     bodies, asked = streams(clients, "drain", 200)
     wait_streaming(drained, NUM_STREAMS)
-    assert sequences(drained, "decode-1") >= 2
+    wait_until(lambda: sequences(drained, "decode-1") >= 2, 1, "it to have streams, and to have told so")
     losses, moved = event(drained, "worker_losses"), event(drained, "continuations")
     began = terminate(drained, "decode-1")
     wait_until(lambda: states(drained).get("decode-1") == "draining", 2, "readiness to show it")
@@ -88,7 +88,7 @@ def test_a_decode_worker_that_drains_ends_what_it_has_and_gets_nothing_new(drain
 def test_what_has_not_ended_within_the_grace_goes_on_elsewhere(drained, clients):
     bodies, asked = streams(clients, "short", 250)
     wait_streaming(drained, NUM_STREAMS)
-    assert sequences(drained, "decode-2") >= 2
+    wait_until(lambda: sequences(drained, "decode-2") >= 2, 1, "it to have streams, and to have told so")
     began = terminate(drained, "decode-2")
     wait_gone(drained, "decode-2", SHORT_GRACE_S + 3)
     print(f"a grace of {SHORT_GRACE_S:g} s: gone after {time.monotonic() - began:.2f} s")

@@ -12,7 +12,7 @@ from tests.processes.crowd import Crowd, body_of, crowd
 from tests.processes.service import Service
 from tests.processes.simulated import expected_of, ids, simulated
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 PREDICTED = {"waiting", "computing", "moving", "tail", "ttft", "tpot"}
 
 

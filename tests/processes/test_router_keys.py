@@ -10,7 +10,7 @@ from tests.processes.crowd import Crowd, body_of, crowd
 from tests.processes.service import Service, wait_until
 from tests.processes.simulated import counted, event, expected, ids, simulated, wait_streaming
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 NUM_TOKENS = 90
 
 

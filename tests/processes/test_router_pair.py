@@ -17,7 +17,7 @@ from tests.processes.crowd import body_of, crowd
 from tests.processes.service import Service, wait_until
 from tests.processes.simulated import expected, expected_of, ids, sequences, simulated, states
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 MAX_SEQUENCES = 16
 NUM_KEYED = 120
 

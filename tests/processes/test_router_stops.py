@@ -19,7 +19,7 @@ from tests.processes.simulated import (
     wait_streaming,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 SILENCE_S = 2.0
 NOTICED_S = SILENCE_S + 3.0
 FLAGS = [f"--silence-s={SILENCE_S:g}"]

@@ -12,7 +12,7 @@ import torch
 from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
 from tests.processes.service import serving
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 COPY = "Repeat exactly.\nText: 안녕하세요 漢字 é\nText: 안녕하세요 漢字 é\nText:"
 PLAIN = "The four seasons of the year are"
 

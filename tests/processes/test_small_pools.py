@@ -14,7 +14,7 @@ from tests.processes.service import Service, wait_until
 from tests.processes.simulated import counted, expected, expected_of, ids, simulated
 from tests.processes.stranger import Peer
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 SLOTS, BLOCK = 40, 16
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 

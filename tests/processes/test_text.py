@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 COPY = "Repeat exactly.\nText: 안녕하세요 漢字 é\nText: 안녕하세요 漢字 é\nText:"
 
 
