@@ -244,7 +244,7 @@ def parse_body(kind: type[B], raw: bytes) -> B:
 
 def _read_json(raw: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        content = _JSON.decode(raw.decode("utf-8"))
     except UnicodeDecodeError:
         raise InvalidRequest("the body is not UTF-8") from None
     except RecursionError:
@@ -258,6 +258,9 @@ def _read_json(raw: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _refuse_unsupported(content: dict[str, Any], of_other_route: dict[str, tuple[Any, ...]]) -> None:

@@ -98,6 +98,7 @@ class RequestMaker:
         limit_name: str = "max_tokens",
         wishes: Wishes = NO_WISHES,
         tenant: bytes = b"",
+        continues_prompt: bool = False,
     ) -> GenerationRequest:
         """Raises InvalidRequest naming `param` (the prompt) or another field, NoWorker while nothing can be judged."""
         limit = self._limit()
@@ -123,6 +124,7 @@ class RequestMaker:
             num_choices=body.n or 1,
             stops=body.stops,
             is_stop_included=bool(body.include_stop_str_in_output),
+            continues_prompt=continues_prompt,
             salt=salt,
             tenant=tenant,
             priority=body.priority or 0,
