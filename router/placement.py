@@ -242,19 +242,22 @@ def rows_with_room(columns: Columns, demand: Demand) -> NDArray[np.intp]:
         has_room = columns.active_tokens + demand.num_tokens * demand.num_choices <= columns.pool_tokens
         has_room &= columns.num_active + demand.num_choices <= columns.max_active
         able |= has_room
-        able &= ~columns.is_reserved
+        able = able > columns.is_reserved
     able &= columns.pool_tokens >= demand.num_kv_tokens
     able &= columns.is_decode
     able &= columns.is_usable
     return able.nonzero()[0]
 
 
-def place(demand: Demand, columns: Columns, policy: Policy) -> Placement | None:
-    """None while no decode worker can take the request."""
-    rows = rows_with_room(columns, demand)
+def place(demand: Demand, columns: Columns, policy: Policy, rows: NDArray[np.intp] | None = None) -> Placement | None:
+    """None while no decode worker can take the request. `rows`: those with room, where they are known already."""
+    if rows is None:
+        rows = rows_with_room(columns, demand)
     if not len(rows):
         return None
     chain = _chain(demand, columns)
+    if len(rows) == 1 and not demand.explains:  # nothing to compare
+        return _with_sources(demand, columns, int(rows[0]), chain, policy)
     costs = _decode_costs(demand, columns, rows, chain)
     scores = policy.score(columns, demand, costs)
     chosen = _pick(columns, rows, scores)
@@ -265,8 +268,9 @@ def place(demand: Demand, columns: Columns, policy: Policy) -> Placement | None:
 
 
 def _chain(demand: Demand, columns: Columns) -> _Chain:
-    holders = (columns.held_blocks > 0).nonzero()[0]
-    holders = holders[columns.is_usable[holders]]
+    holders = columns.held_blocks.nonzero()[0]
+    if len(holders):
+        holders = holders[columns.is_usable[holders]]
     return _Chain(_sources(demand, columns), holders, columns.held_blocks[holders])
 
 
@@ -297,7 +301,8 @@ def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], chai
     alone_s = (columns.waiting_tokens + missing) / columns.tokens_per_s
     harmful_s = columns.num_active.astype(np.float64) * STREAMS_FIRST
     harmful_s += 1.0
-    np.copyto(harmful_s, 1.0, where=missing <= demand.local_tokens)
+    if num_blocks * demand.block_size <= demand.local_tokens or len(chain.holders):  # else nobody lacks so little
+        np.copyto(harmful_s, 1.0, where=missing <= demand.local_tokens)
     harmful_s *= alone_s
     # Of its own steps, the first token's included, each holds up the request; what it adds to them holds up the streams there.
     slopes = columns.num_active * (1 + num_steps + num_choices * num_steps)
@@ -441,6 +446,8 @@ def _ordered(
 
 def _givers(demand: Demand, columns: Columns, chain: _Chain, decode: int) -> NDArray[np.intp]:
     """Other decode workers that hold some of the chain."""
+    if not len(chain.holders):
+        return chain.holders
     return _without(chain.holders[columns.is_decode[chain.holders]], (decode, *demand.failed_rows))
 
 
