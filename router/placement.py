@@ -29,6 +29,7 @@ SAME = 1.01
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+NOTHING_HELD: Ints = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +240,10 @@ def rows_with_room(columns: Columns, demand: Demand) -> NDArray[np.intp]:
     """A worker with nothing to do takes whatever fits into its pool; others must have room beside what they have."""
     able = columns.num_active == 0
     if not demand.runs_apart:
-        has_room = columns.active_tokens + demand.num_tokens * demand.num_choices <= columns.pool_tokens
-        has_room &= columns.num_active + demand.num_choices <= columns.max_active
-        able |= has_room
+        if not able.all():
+            has_room = columns.active_tokens + demand.num_tokens * demand.num_choices <= columns.pool_tokens
+            has_room &= columns.num_active + demand.num_choices <= columns.max_active
+            able |= has_room
         able = able > columns.is_reserved
     able &= columns.pool_tokens >= demand.num_kv_tokens
     able &= columns.is_decode
@@ -269,8 +271,9 @@ def place(demand: Demand, columns: Columns, policy: Policy, rows: NDArray[np.int
 
 def _chain(demand: Demand, columns: Columns) -> _Chain:
     holders = columns.held_blocks.nonzero()[0]
-    if len(holders):
-        holders = holders[columns.is_usable[holders]]
+    if not len(holders):
+        return _Chain(_sources(demand, columns), holders, NOTHING_HELD)
+    holders = holders[columns.is_usable[holders]]
     return _Chain(_sources(demand, columns), holders, columns.held_blocks[holders])
 
 
@@ -280,7 +283,7 @@ def _sources(demand: Demand, columns: Columns) -> NDArray[np.intp]:
         return np.empty(0, np.intp)
     able = columns.pool_tokens >= demand.num_blocks_before_tail * demand.block_size
     able &= columns.is_usable
-    able &= ~columns.is_decode
+    able = able > columns.is_decode
     return _without(able.nonzero()[0], demand.failed_rows)
 
 

@@ -3,7 +3,7 @@
 It knows the index, the view and the policy; it opens nothing and changes nobody's load.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,9 @@ class Placer:
             explains=request.explains,
         )
 
-    def _rows(self, worker_ids: Iterable[str]) -> frozenset[int]:
+    def _rows(self, worker_ids: Collection[str]) -> frozenset[int]:
+        if not worker_ids:
+            return frozenset()
         members = (self._members.get(worker_id) for worker_id in worker_ids)
         return frozenset(member.row for member in members if member is not None)
 
