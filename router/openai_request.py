@@ -121,10 +121,12 @@ class Body(BaseModel):
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Raises InvalidRequest for a key that is not a token id."""
-        for key in self.logit_bias or {}:
+        if not self.logit_bias:
+            return ()
+        for key in self.logit_bias:
             if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
                 raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id (an integer from 0)", "logit_bias")
-        return tuple((int(key), bias) for key, bias in (self.logit_bias or {}).items())
+        return tuple((int(key), bias) for key, bias in self.logit_bias.items())
 
     @property
     def includes_usage(self) -> bool:
