@@ -66,10 +66,14 @@ class FairQueue:
         if not waiting:
             del self._of_tenant[tenant]
         self._count(live, -1)
-        if not self._keys:  # everybody has what they asked for
-            self._served.clear()
-            self._tokens_of.clear()
-            self._virtual = 0.0
+        if not self._keys:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Everybody has what they asked for."""
+        self._served.clear()
+        self._tokens_of.clear()
+        self._virtual = 0.0
 
     def _count(self, live: Live, sign: int) -> None:
         self.num_tokens += sign * live.size
@@ -85,6 +89,11 @@ class FairQueue:
             idle = [tenant for tenant in self._served if tenant not in self._of_tenant]
             for tenant in idle[: len(idle) - MAX_REMEMBERED // 2]:  # those that came first
                 del self._served[tenant]
+
+    def pass_by(self, live: Live) -> None:
+        """It is placed as it comes, and nobody waits: as if it had been pushed, removed and charged."""
+        self._forget()
+        self.charge(live)
 
     def settle(self, live: Live) -> None:
         """It has ended: what it might have had and did not is given back."""

@@ -13,6 +13,7 @@ from kvferry.bell import Bell
 from kvferry.messages import Beat, DecodeMessage, RouterMessage, StepOutput
 from kvferry.racing import until_first
 from kvferry.streams import Dialer, Stream, StreamEnded
+from router.begun import Begun
 from router.members import Member
 
 BEAT_INTERVAL_S = 1.0
@@ -45,11 +46,27 @@ class DecodeLink:
         self._beat = Beat(router_life=router_life)
         self._outbox: deque[RouterMessage] = deque()
         self._has_mail = Bell()
+        self._idle: Stream[RouterMessage, DecodeMessage] | None = None
+        """The stream whose sender has nothing to do."""
+        self._begun: Begun | None = None
+        """A message on its way there, which the sender does not know of yet."""
 
     def send(self, message: RouterMessage) -> None:
         """Never waits: the outbox holds no more than the requests that were placed here, and their ends."""
-        self._outbox.append(message)
+        if not self._begin(message):
+            self._outbox.append(message)
         self._has_mail.ring()
+
+    def _begin(self, message: RouterMessage) -> bool:
+        """Puts it on the wire in this very turn: until the sender's, a front door would be at work for its client."""
+        stream, self._idle = self._idle, None
+        if stream is None:
+            return False
+        try:
+            self._begun = Begun(stream.send(message))
+        except (StreamEnded, asyncio.CancelledError):
+            return False  # the sender meets the same end
+        return True
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -63,32 +80,43 @@ class DecodeLink:
         """Returns why the stream ended."""
         stream = self._dialer.attach(self._member.description.address)
         try:
-            await until_first(self._send(stream), self._receive(stream))
+            await until_first(self._send(stream), self._show_life(), self._receive(stream))
         except StreamEnded as ended:
             return LinkEnd(str(ended), may_have_died=True)
         except TimeoutError:
             return LinkEnd(f"silent for {self._silence_s:g} s", may_have_died=False)
         finally:
+            self._idle = None
+            if self._begun is not None:
+                self._begun.close()
+                self._begun = None
             stream.close()
         return LinkEnd("ended", may_have_died=True)
 
     async def _send(self, stream: Stream[RouterMessage, DecodeMessage]) -> None:
-        loop = asyncio.get_running_loop()
-        next_beat = loop.time()
+        await stream.send(self._beat)
         while True:
-            if loop.time() >= next_beat:
-                await stream.send(self._beat)
-                next_beat = loop.time() + BEAT_INTERVAL_S
+            if self._begun is not None:
+                begun, self._begun = self._begun, None
+                await begun
             elif self._outbox:
                 await stream.send(self._outbox.popleft())
             else:
-                await self._has_mail.wait(max(next_beat - loop.time(), 0.001))
+                self._idle = stream
+                await self._has_mail.wait()
+
+    async def _show_life(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_INTERVAL_S)
+            self.send(self._beat)
 
     async def _receive(self, stream: Stream[RouterMessage, DecodeMessage]) -> None:
-        while True:
-            async with asyncio.timeout(self._silence_s):
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._silence_s) as patience:
+            while True:
                 message = await stream.receive()
-            if not self._member.is_attached:
-                self._listener.attached(self._member)
-            if isinstance(message, StepOutput):
-                self._listener.output(self._member, message)
+                patience.reschedule(loop.time() + self._silence_s)
+                if not self._member.is_attached:
+                    self._listener.attached(self._member)
+                if isinstance(message, StepOutput):
+                    self._listener.output(self._member, message)

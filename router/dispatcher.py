@@ -115,9 +115,12 @@ class Dispatcher:
             raise refusal
         self._next_number += 1
         self._lives[live.number] = live
-        self._wait_in_queue(live, now)
         self.counters["accepted"] += 1
-        self._place_waiting()
+        if self._place_at_once(live, now):
+            self._deadlines.add(deadline_s, live.number, self._lives)
+        else:
+            self._wait_in_queue(live, now)
+            self._place_waiting()
         if live in self._queue or self._deadlines.is_first(live.number):
             self._work.ring()  # `run` sleeps until another one's deadline, or for ever
         return live
@@ -229,6 +232,18 @@ class Dispatcher:
         waiting = (live for live in self._queue.in_order() if num_kv_tokens(live) <= limit)
         start_in_order(waiting, lambda live: self._try_place(live, now))
 
+    def _place_at_once(self, live: Live, now: float) -> bool:
+        """One that is new, where nobody waits: what the queue would do with it, without the queue."""
+        if len(self._queue) or not self._apart.is_idle or now >= live.deadline_s:
+            return False
+        placement = self.placer.place(live, now)
+        if placement is None:
+            return False
+        self._open(live, placement, now)
+        self._queue.pass_by(live)
+        self._admission.placed(live, now, has_queue=False)
+        return True
+
     def _wait_in_queue(self, live: Live, now: float) -> None:
         live.queued_s = now
         if live.deaths.are_open:
@@ -270,29 +285,9 @@ class Dispatcher:
             source = self.members.at_row(placement.source_rows[0])
             prefill = source if source.role is Role.PREFILL else None  # a decode worker only hands out what it has
         attempt = live.journal.next_attempt()
-        starts, num_tokens = live.journal.starts(), live.longest_tokens
-        decode.num_active += len(starts)
-        decode.active_tokens += num_tokens * len(starts)
-        decode.num_placed += 1
-        live.runs_apart = live.deaths.is_suspect(now)
-        if live.runs_apart:
-            decode.is_alone = True
-            self._apart.took(decode)
-        if prefill is not None:
-            prefill.num_active += 1
-            prefill.num_placed += 1
-            self.members.view.will_compute(prefill.row, live.number, placement.num_missing_tokens, now)
-        elif placement.is_local:
-            self.members.view.will_compute(decode.row, live.number, placement.num_missing_tokens, now)
-        live.decode_id = decode.worker_id
-        live.has_begun = placement.is_local  # others say when: they fetch first
+        starts, num_tokens, request = live.journal.starts(), live.longest_tokens, live.request
         live.source_ids = tuple(self.members.at_row(row).worker_id for row in placement.source_rows)
-        live.placed_choices, live.placed_tokens = len(starts), num_tokens * len(starts)
-        live.placed(now)
-        live.move(LiveState.PLACED)
-        self._placed[live.number] = (decode, prefill)
-        self._remember_why(live, placement, now)
-        request = live.request
+        # First of all, it goes on its way; none of what follows waits, so that whoever looks next finds all of it done.
         self._links[decode.worker_id][0].send(
             RequestOpen(
                 number=live.number,
@@ -308,6 +303,26 @@ class Dispatcher:
                 local_tokens=placement.local_tokens,
             )
         )
+        decode.num_active += len(starts)
+        decode.active_tokens += num_tokens * len(starts)
+        decode.num_placed += 1
+        live.runs_apart = live.deaths.is_suspect(now)
+        if live.runs_apart:
+            decode.is_alone = True
+            self._apart.took(decode)
+        if prefill is not None:
+            prefill.num_active += 1
+            prefill.num_placed += 1
+            self.members.view.will_compute(prefill.row, live.number, placement.num_missing_tokens, now)
+        elif placement.is_local:
+            self.members.view.will_compute(decode.row, live.number, placement.num_missing_tokens, now)
+        live.decode_id = decode.worker_id
+        live.has_begun = placement.is_local  # others say when: they fetch first
+        live.placed_choices, live.placed_tokens = len(starts), num_tokens * len(starts)
+        live.placed(now)
+        live.move(LiveState.PLACED)
+        self._placed[live.number] = (decode, prefill)
+        self._remember_why(live, placement, now)
 
     def _remember_why(self, live: Live, placement: Placement, now: float) -> None:
         self.counters["placed_local" if placement.is_local else "placed_fetching"] += 1

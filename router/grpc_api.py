@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -152,8 +151,10 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             raise InvalidRequest("max_tokens is 0: only with num_prompt_logprobs is there an answer", "max_tokens")
         tokens, param = await self._tokens(request)
         salt, tenant = salt_of(body.cache_salt, api_key), tenant_of(api_key)
-        made = self._maker.make(tokens, body, body.max_tokens, param, salt, wishes=wishes, tenant=tenant)
-        return replace(made, continues_prompt=param != "chat")
+        continues = param != "chat"
+        return self._maker.make(
+            tokens, body, body.max_tokens, param, salt, wishes=wishes, tenant=tenant, continues_prompt=continues
+        )
 
     async def _tokens(self, request: Any) -> tuple[list[int], str]:
         """The prompt's tokens, and the field that they came from."""

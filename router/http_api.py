@@ -7,16 +7,16 @@ after which the stream ends without `[DONE]`.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.errors import (
     BodyTooLarge,
@@ -46,7 +46,7 @@ class HttpApi:
     def __init__(self, dispatcher: Dispatcher, maker: RequestMaker, metrics: RouterMetrics):
         self._dispatcher, self._maker, self._metrics = dispatcher, maker, metrics
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -61,31 +61,37 @@ class HttpApi:
             HTTPException: _http_error,
             Exception: _unexpected_error,
         }
-        return Starlette(routes=routes, exception_handlers=handlers)
+        answers: dict[str, Answer] = {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
+        return _Front(answers, Starlette(routes=routes, exception_handlers=handlers))
 
     # ---------------------------------------------------------------------------------------------------- generation
 
     async def chat(self, request: Request) -> Response:
-        body = parse_body(ChatBody, await _read_body(request))
+        headers = _headers(request)
+        body = parse_body(ChatBody, await _read_body(request, headers))
         self._maker.check_model(body.model)
         tokens = await self._maker.encode_chat([message.rendered() for message in body.messages])
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        wishes = Wishes.of_headers(request.headers)
-        made = self._maker.make(tokens, body, limit, "messages", _salt(request, body), name, wishes, _tenant(request))
+        wishes, key = Wishes.of_headers(headers), _api_key(headers)
+        salt, tenant = salt_of(body.cache_salt, key), tenant_of(key)
+        made = self._maker.make(tokens, body, limit, "messages", salt, name, wishes, tenant)
         return await self._answer(request, body, [made], wishes)
 
     async def completions(self, request: Request) -> Response:
-        body = parse_body(CompletionBody, await _read_body(request))
+        headers = _headers(request)
+        body = parse_body(CompletionBody, await _read_body(request, headers))
         self._maker.check_model(body.model)
         limit = 16 if body.max_tokens is None else body.max_tokens
-        made, wishes = list[GenerationRequest](), Wishes.of_headers(request.headers)
+        wishes, key = Wishes.of_headers(headers), _api_key(headers)
+        salt, tenant = salt_of(body.cache_salt, key), tenant_of(key)
+        made = list[GenerationRequest]()
         for prompt in body.prompts:
             tokens = prompt if isinstance(prompt, list) else await self._maker.encode_text(prompt, "prompt")
             one = self._maker.make(
-                tokens, body, limit, "prompt", _salt(request, body), wishes=wishes, tenant=_tenant(request)
+                tokens, body, limit, "prompt", salt, wishes=wishes, tenant=tenant, continues_prompt=True
             )
-            made.append(replace(one, echo=self._echo(prompt) if body.echo else None, continues_prompt=True))
+            made.append(replace(one, echo=self._echo(prompt)) if body.echo else one)
         if body.num_prompt_logprobs is not None:
             self._maker.check_scores(sum(len(one.prompt_tokens) for one in made), body, "prompt")
         return await self._answer(request, body, made, wishes)
@@ -94,9 +100,8 @@ class HttpApi:
         return prompt if isinstance(prompt, str) else self._maker.text.decode_with_special(prompt)
 
     async def _answer(self, request: Request, body: Body, made: list[GenerationRequest], wishes: Wishes) -> Response:
+        lives = self._dispatcher.submit_all(made, wishes.key)  # they are on their way: all else can wait until here
         shape = AnswerShape.new(self._maker.defaults.model_name, self._maker.text, body)
-        lives = self._dispatcher.submit_all(made, wishes.key)
-        await asyncio.sleep(0)  # the link sends it on its way now, and not after all that follows here
         if body.stream:
             return StreamedAnswer(lives, shape, body.includes_usage, self._dispatcher)
         try:
@@ -154,6 +159,35 @@ class HttpApi:
         return PlainTextResponse(self._metrics.render(), media_type=self._metrics.CONTENT_TYPE)
 
 
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class _Front:
+    """Straight to the routes that generate; the framework has the others, and refuses other methods.
+
+    Its layers would be passed by every request before it is looked at, and by every piece of an answer.
+    """
+
+    def __init__(self, answers: Mapping[str, Answer], others: ASGIApp):
+        self._answers, self._others = answers, others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        answer = self._answers.get(scope["path"]) if is_post else None
+        if answer is None:
+            await self._others(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await answer(request)
+            await response(scope, receive, send)
+        except KvferryError as error:
+            await _error_response(error)(scope, receive, send)
+        except Exception as error:
+            response = await _unexpected_error(request, error)
+            await response(scope, receive, send)  # if an answer has begun, the server closes the connection instead
+
+
 class StreamedAnswer(Response):
     """Server-sent events of one answer. Whatever ends it ends its requests."""
 
@@ -173,17 +207,17 @@ class StreamedAnswer(Response):
                 self._dispatcher.leave(live)
 
     async def _send(self, send: Send, scope: Scope, receive: Receive) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-store"),
+            (b"x-request-id", self._shape.id.encode()),
+        ]
         events = self._events()
         try:
             first = await anext(events)
         except KvferryError as error:
             await _error_response(error)(scope, receive, send)
             return
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-store"),
-            (b"x-request-id", self._shape.id.encode()),
-        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": first, "more_body": True})
         try:
@@ -196,6 +230,8 @@ class StreamedAnswer(Response):
     async def _events(self) -> AsyncIterator[bytes]:
         owners = [live for live in self._lives for _ in live.journal.choices]
         choices = [ChoiceShape(self._shape, index, live) for index, live in enumerate(owners)]
+        for choice in choices:
+            choice.prepare(self._includes_usage)
         async for numbered in deltas_of(self._lives):
             worth = [one for one in numbered if choices[one.index].is_worth_sending(one.delta)]
 
@@ -219,33 +255,31 @@ async def _left(receive: Receive) -> None:
     raise Cancelled("the client has left")
 
 
-async def _read_body(request: Request) -> bytes:
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+def _headers(request: Request) -> dict[str, str]:
+    """By their names in lower case, as ASGI has them; of those that occur twice, the first."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(request.scope["headers"])}
+
+
+async def _read_body(request: Request, headers: Mapping[str, str]) -> bytes:
+    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise UnsupportedMedia(f"content type {kind[:100]!r} is not supported: send application/json")
-    chunks, size = list[bytes](), 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_BODY_BYTES:
-                raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise Cancelled("the client left while it sent the body") from None
+    chunks, size, is_whole = list[bytes](), 0, False
+    while not is_whole:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client left while it sent the body")
+        chunk, is_whole = message.get("body", b""), not message.get("more_body", False)
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+        chunks.append(chunk)
     return b"".join(chunks)
 
 
-def _api_key(request: Request) -> str | None:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+def _api_key(headers: Mapping[str, str]) -> str | None:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else None
-
-
-def _tenant(request: Request) -> bytes:
-    return tenant_of(_api_key(request))
-
-
-def _salt(request: Request, body: Body) -> bytes:
-    return salt_of(body.cache_salt, _api_key(request))
 
 
 def _error_response(error: KvferryError) -> JSONResponse:

@@ -14,6 +14,7 @@ from kvferry.kv.block_id import ANNOUNCED_EVERY
 
 KEY_BYTES = 8
 NUM_SHARDS = 256
+SHARD_MASK = NUM_SHARDS - 1
 MAX_SHARED_SETS = 65536
 
 
@@ -49,7 +50,7 @@ class PrefixIndex:
             shared.clear()  # costs only that some sets are kept twice
         for block_id in block_ids:
             key = from_bytes(block_id[:KEY_BYTES], "little")
-            shard = shards[key % NUM_SHARDS]
+            shard = shards[key & SHARD_MASK]
             holders = shard.get(key, 0) | bit
             shard[key] = shared.setdefault(holders, holders)
 
@@ -57,7 +58,7 @@ class PrefixIndex:
         shards, shared, bit = self._shards, self._sets, 1 << row
         for block_id in block_ids:
             key = int.from_bytes(block_id[:KEY_BYTES], "little")
-            shard = shards[key % NUM_SHARDS]
+            shard = shards[key & SHARD_MASK]
             holders = shard.get(key, 0)
             if holders & bit:
                 left = holders & ~bit
@@ -106,7 +107,7 @@ class PrefixIndex:
         shards, depth, among = self._shards, 0, ~self._retired
         for point in range(ANNOUNCED_EVERY, len(keys) + 1, ANNOUNCED_EVERY):
             key = keys[point - 1]
-            still = shards[key % NUM_SHARDS].get(key, 0) & among
+            still = shards[key & SHARD_MASK].get(key, 0) & among
             if still != among:
                 found += self._with_ends(keys, depth, point - 1, among & ~still)
             depth, among = point, still
@@ -123,7 +124,7 @@ class PrefixIndex:
         shards = self._shards
         for depth in range(last, first, -1):
             key = keys[depth - 1]
-            holders = shards[key % NUM_SHARDS].get(key)
+            holders = shards[key & SHARD_MASK].get(key)
             if holders is not None and (rows := holders & among):
                 found.append(Held(rows, depth))
                 among &= ~rows

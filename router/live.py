@@ -93,7 +93,9 @@ class Live:
     def sampling(self) -> Sampling:
         """For the next attempt: what has come is not asked for again."""
         sampling = self.request.sampling
-        return sampling if self.wants_prompt_logprobs else replace(sampling, num_prompt_logprobs=None)
+        if sampling.num_prompt_logprobs is None or self.wants_prompt_logprobs:
+            return sampling
+        return replace(sampling, num_prompt_logprobs=None)
 
     @property
     def size(self) -> int:

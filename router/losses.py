@@ -82,7 +82,7 @@ class Deaths:
                     death.verdict = Verdict.CRASH
 
     def is_suspect(self, now: float) -> bool:
-        return any(death.counts(now) for death in self._deaths)
+        return bool(self._deaths) and any(death.counts(now) for death in self._deaths)
 
     def is_guilty(self, now: float) -> bool:
         is_alone = any(death.was_alone for death in self._deaths if death.counts(now))

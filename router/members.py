@@ -45,6 +45,7 @@ SILENCE_S = 3.0
 BEAT_INTERVAL_S = 1.0
 SWEEP_INTERVAL_S = 0.005
 JUDGE_INTERVAL_S = 1.0
+MAX_ROOTS = 1024
 
 
 class Member:
@@ -145,6 +146,7 @@ class Members:
         self._members: dict[str, Member] = {}
         self._any_description: WorkerDescription | None = None
         self._max_kv_tokens: int | None = None
+        self._roots: dict[bytes, bytes] = {}
         self._rows: dict[str, int] = {}
         self._by_row: dict[int, Member] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -216,12 +218,18 @@ class Members:
     def _count(self) -> None:
         """After each joining and leaving: both are asked for several times for each request."""
         description = self._any_description = next((member.description for member in self), None)
+        self._roots.clear()
         most = self.view.most_pool_tokens(usable=False)
         self._max_kv_tokens = min(most, description.context_tokens) if description is not None and most else None
 
     def root(self, salt: bytes) -> bytes | None:
-        description = self.any_description
-        return None if description is None else chain_root(description.model_id, description.fidelity, salt)
+        """Of the chains of that salt; made once, for it is asked for several times for each request."""
+        description, root = self._any_description, self._roots.get(salt)
+        if root is None and description is not None:
+            if len(self._roots) >= MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[salt] = chain_root(description.model_id, description.fidelity, salt)
+        return root
 
     def refusal(self, worker: WorkerDescription) -> Refusal | None:
         """Why this worker cannot be a member, naming the field."""

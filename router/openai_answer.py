@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -149,7 +149,9 @@ class ChoiceShape:
         self._shape, self._index, self._live = shape, index, live
         self._places = CompletionLogprobs(shape.text)
         self._has_begun = False
-        self._around: dict[FinishReason | None, tuple[bytes, bytes]] = {}
+        self._is_plain = not shape.returns_token_ids and live.request.sampling.num_logprobs is None
+        """From piece to piece, nothing but the text differs."""
+        self._around: dict[tuple[bool, FinishReason | None], tuple[bytes, bytes]] = {}
 
     def is_worth_sending(self, delta: Delta) -> bool:
         """Not half a character, nor text that may begin a stop string, unless tokens are of interest themselves."""
@@ -162,32 +164,53 @@ class ChoiceShape:
         request = self._live.request
         return not self._has_begun and request.echo is not None and request.sampling.num_prompt_logprobs is not None
 
-    def chunk(self, delta: Delta, includes_usage: bool) -> bytes:
-        """One event of a stream. All but the text is the same from piece to piece, and made once."""
-        shape = self._shape
-        if not self._has_begun or shape.returns_token_ids or self._live.request.sampling.num_logprobs is not None:
-            return shape.chunk(self.piece(delta), includes_usage)
-        around = self._around.get(delta.finish)
-        if around is None:
-            whole = shape.chunk(self.piece(replace(delta, text=PLACE_OF_TEXT)), includes_usage)
-            before, _, after = whole.rpartition(f'"{PLACE_OF_TEXT}"'.encode())
-            around = self._around[delta.finish] = (before, after)
-        return b"".join((around[0], encode_basestring(delta.text).encode(), around[1]))
+    def prepare(self, includes_usage: bool) -> None:
+        """Makes what is around the text before there is one: then nobody waits for it."""
+        if self._is_plain:
+            for is_first in (True, False):
+                self._made_around(is_first, None, includes_usage)
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
-        is_first = not self._has_begun
-        body: dict[str, Any] = {
-            "index": self._index,
-            "logprobs": self.logprobs(delta),
-            "finish_reason": None if delta.finish is None else delta.finish.value,
-        }
-        if self._shape.is_chat:
-            body["delta"] = {"role": "assistant", "content": delta.text} if is_first else {"content": delta.text}
-        else:
-            body["text"] = ((self._live.request.echo or "") if is_first else "") + delta.text
+    def chunk(self, delta: Delta, includes_usage: bool) -> bytes:
+        """One event of a stream."""
+        if not self._is_plain:
+            return self._shape.chunk(self._piece(delta), includes_usage)
+        before, after = self._made_around(not self._has_begun, delta.finish, includes_usage)
+        text = encode_basestring(self._echoed(delta.text)).encode()
+        self._has_begun = True
+        return b"".join((before, text, after))
+
+    def _made_around(self, is_first: bool, finish: FinishReason | None, includes_usage: bool) -> tuple[bytes, bytes]:
+        """Around the text of a piece; made once."""
+        around = self._around.get((is_first, finish))
+        if around is None:
+            whole = self._shape.chunk(self._body(PLACE_OF_TEXT, is_first, finish, None), includes_usage)
+            before, _, after = whole.rpartition(f'"{PLACE_OF_TEXT}"'.encode())
+            around = self._around[is_first, finish] = (before, after)
+        return around
+
+    def _piece(self, delta: Delta) -> dict[str, Any]:
+        body = self._body(self._echoed(delta.text), not self._has_begun, delta.finish, self.logprobs(delta))
         if self._shape.returns_token_ids:
             body["token_ids"] = list(delta.token_ids)
         self._has_begun = True
+        return body
+
+    def _echoed(self, text: str) -> str:
+        echo = None if self._has_begun else self._live.request.echo
+        return text if echo is None else echo + text
+
+    def _body(
+        self, text: str, is_first: bool, finish: FinishReason | None, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "index": self._index,
+            "logprobs": logprobs,
+            "finish_reason": None if finish is None else finish.value,
+        }
+        if self._shape.is_chat:
+            body["delta"] = {"role": "assistant", "content": text} if is_first else {"content": text}
+        else:
+            body["text"] = text
         return body
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:

@@ -121,10 +121,12 @@ class Body(BaseModel):
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Raises InvalidRequest for a key that is not a token id."""
-        for key in self.logit_bias or {}:
+        if not self.logit_bias:
+            return ()
+        for key in self.logit_bias:
             if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
                 raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id (an integer from 0)", "logit_bias")
-        return tuple((int(key), bias) for key, bias in (self.logit_bias or {}).items())
+        return tuple((int(key), bias) for key, bias in self.logit_bias.items())
 
     @property
     def includes_usage(self) -> bool:
@@ -244,7 +246,7 @@ def parse_body(kind: type[B], raw: bytes) -> B:
 
 def _read_json(raw: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        content = _JSON.decode(raw.decode("utf-8"))
     except UnicodeDecodeError:
         raise InvalidRequest("the body is not UTF-8") from None
     except RecursionError:
@@ -258,6 +260,9 @@ def _read_json(raw: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _refuse_unsupported(content: dict[str, Any], of_other_route: dict[str, tuple[Any, ...]]) -> None:

@@ -29,6 +29,7 @@ SAME = 1.01
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+NOTHING_HELD: Ints = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,22 +240,26 @@ def rows_with_room(columns: Columns, demand: Demand) -> NDArray[np.intp]:
     """A worker with nothing to do takes whatever fits into its pool; others must have room beside what they have."""
     able = columns.num_active == 0
     if not demand.runs_apart:
-        has_room = columns.active_tokens + demand.num_tokens * demand.num_choices <= columns.pool_tokens
-        has_room &= columns.num_active + demand.num_choices <= columns.max_active
-        able |= has_room
-        able &= ~columns.is_reserved
+        if not able.all():
+            has_room = columns.active_tokens + demand.num_tokens * demand.num_choices <= columns.pool_tokens
+            has_room &= columns.num_active + demand.num_choices <= columns.max_active
+            able |= has_room
+        able = able > columns.is_reserved
     able &= columns.pool_tokens >= demand.num_kv_tokens
     able &= columns.is_decode
     able &= columns.is_usable
     return able.nonzero()[0]
 
 
-def place(demand: Demand, columns: Columns, policy: Policy) -> Placement | None:
-    """None while no decode worker can take the request."""
-    rows = rows_with_room(columns, demand)
+def place(demand: Demand, columns: Columns, policy: Policy, rows: NDArray[np.intp] | None = None) -> Placement | None:
+    """None while no decode worker can take the request. `rows`: those with room, where they are known already."""
+    if rows is None:
+        rows = rows_with_room(columns, demand)
     if not len(rows):
         return None
     chain = _chain(demand, columns)
+    if len(rows) == 1 and not demand.explains:  # nothing to compare
+        return _with_sources(demand, columns, int(rows[0]), chain, policy)
     costs = _decode_costs(demand, columns, rows, chain)
     scores = policy.score(columns, demand, costs)
     chosen = _pick(columns, rows, scores)
@@ -265,7 +270,9 @@ def place(demand: Demand, columns: Columns, policy: Policy) -> Placement | None:
 
 
 def _chain(demand: Demand, columns: Columns) -> _Chain:
-    holders = (columns.held_blocks > 0).nonzero()[0]
+    holders = columns.held_blocks.nonzero()[0]
+    if not len(holders):
+        return _Chain(_sources(demand, columns), holders, NOTHING_HELD)
     holders = holders[columns.is_usable[holders]]
     return _Chain(_sources(demand, columns), holders, columns.held_blocks[holders])
 
@@ -276,7 +283,7 @@ def _sources(demand: Demand, columns: Columns) -> NDArray[np.intp]:
         return np.empty(0, np.intp)
     able = columns.pool_tokens >= demand.num_blocks_before_tail * demand.block_size
     able &= columns.is_usable
-    able &= ~columns.is_decode
+    able = able > columns.is_decode
     return _without(able.nonzero()[0], demand.failed_rows)
 
 
@@ -297,7 +304,8 @@ def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], chai
     alone_s = (columns.waiting_tokens + missing) / columns.tokens_per_s
     harmful_s = columns.num_active.astype(np.float64) * STREAMS_FIRST
     harmful_s += 1.0
-    np.copyto(harmful_s, 1.0, where=missing <= demand.local_tokens)
+    if num_blocks * demand.block_size <= demand.local_tokens or len(chain.holders):  # else nobody lacks so little
+        np.copyto(harmful_s, 1.0, where=missing <= demand.local_tokens)
     harmful_s *= alone_s
     # Of its own steps, the first token's included, each holds up the request; what it adds to them holds up the streams there.
     slopes = columns.num_active * (1 + num_steps + num_choices * num_steps)
@@ -441,6 +449,8 @@ def _ordered(
 
 def _givers(demand: Demand, columns: Columns, chain: _Chain, decode: int) -> NDArray[np.intp]:
     """Other decode workers that hold some of the chain."""
+    if not len(chain.holders):
+        return chain.holders
     return _without(chain.holders[columns.is_decode[chain.holders]], (decode, *demand.failed_rows))
 
 

@@ -3,8 +3,8 @@
 It knows the index, the view and the policy; it opens nothing and changes nobody's load.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import ConfigurationError
@@ -12,7 +12,7 @@ from kvferry.kv.block_id import num_whole_blocks_before_tail
 from router.live import Live
 from router.members import Member, Members
 from router.placement import POLICIES, Candidate, Demand, Placement, place, rows_with_room
-from router.view import held_by_row
+from router.view import fill_by_row, held_by_row
 
 SMOOTHING = 0.05
 INITIAL_OUTPUT_TOKENS = 128.0
@@ -69,13 +69,12 @@ class Placer:
             return None
         demand = self._demand(live, now, description.block_size)
         columns = members.view.columns(demand.num_tokens, held_by_row((), members.view.num_rows), now)
-        if not len(rows_with_room(columns, demand)):
+        rows = rows_with_room(columns, demand)
+        if not len(rows):
             return None
         held = members.held(live.block_keys(root, description.block_size), now)
-        if held:
-            blocks = held_by_row(((one.rows, one.num_blocks) for one in held), members.view.num_rows)
-            columns = replace(columns, held_blocks=blocks)
-        return place(demand, columns, POLICIES[self.rules.policy])
+        fill_by_row(columns.held_blocks, [(one.rows, one.num_blocks) for one in held])
+        return place(demand, columns, POLICIES[self.rules.policy], rows)
 
     def expect(self, live: Live, placement: Placement, now: float) -> None:
         """The chain will be where it was placed, and where it is computed."""
@@ -110,7 +109,9 @@ class Placer:
             explains=request.explains,
         )
 
-    def _rows(self, worker_ids: Iterable[str]) -> frozenset[int]:
+    def _rows(self, worker_ids: Collection[str]) -> frozenset[int]:
+        if not worker_ids:
+            return frozenset()
         members = (self._members.get(worker_id) for worker_id in worker_ids)
         return frozenset(member.row for member in members if member is not None)
 

@@ -98,6 +98,7 @@ class RequestMaker:
         limit_name: str = "max_tokens",
         wishes: Wishes = NO_WISHES,
         tenant: bytes = b"",
+        continues_prompt: bool = False,
     ) -> GenerationRequest:
         """Raises InvalidRequest naming `param` (the prompt) or another field, NoWorker while nothing can be judged."""
         limit = self._limit()
@@ -123,6 +124,7 @@ class RequestMaker:
             num_choices=body.n or 1,
             stops=body.stops,
             is_stop_included=bool(body.include_stop_str_in_output),
+            continues_prompt=continues_prompt,
             salt=salt,
             tenant=tenant,
             priority=body.priority or 0,
@@ -137,8 +139,9 @@ class RequestMaker:
         min_tokens = body.min_tokens or 0
         if min_tokens > (max_tokens if asked_tokens is None else asked_tokens):
             raise InvalidRequest(f"min_tokens is {min_tokens}, more than the answer may have: lower it", "min_tokens")
+        biases = body.biases
         self._check_ids(body.stop_token_ids or (), "stop_token_ids")
-        self._check_ids([token for token, _ in body.biases], "logit_bias")
+        self._check_ids([token for token, _ in biases], "logit_bias")
         end_ids = () if body.ignore_eos else self.text.eos_token_ids
 
         def given(value: float | None, default: float) -> float:
@@ -154,7 +157,7 @@ class RequestMaker:
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             repetition_penalty=given(body.repetition_penalty, 1.0),
-            logit_bias=body.biases,
+            logit_bias=biases,
             min_tokens=min_tokens,
             stop_token_ids=tuple({*end_ids, *(body.stop_token_ids or ())}),
             num_logprobs=body.num_logprobs,

@@ -6,6 +6,7 @@ says of this router; what this router has there it knows itself, at once. Pure: 
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +17,13 @@ from router.placement import Columns
 NUM_BUCKETS = 21
 """Powers of two of tokens, up to a million."""
 DEFAULT_TOKENS_PER_S = 1000.0
-DEFAULT_STEP_S = 0.02
 DEFAULT_LINK_BYTES_PER_S = 1e9
 ALIKE = 1.5
 """Workers of a pool whose measurements lie within this factor of the median count as equal: what differs is noise."""
 MEASURED_ANEW_S = 0.1
 """What follows from all measurements of a pool is worked out at most so often."""
+KEPT_S = 10.0
+"""And kept up to date for so long after somebody asked for it."""
 FADES_S = 10.0
 """What a worker measured before it had nothing to do for so long may not hold any more: it counts as its pool's median."""
 LAG_S = 0.25
@@ -39,8 +41,21 @@ INTS = (
     "foreign_active",
     "foreign_tokens",
 )
-FLOATS = ("step_base_s", "step_slope_s")
+DEFAULTS = {"step_base_s": 0.02, "step_slope_s": 0.0}
+"""Of workers that have measured nothing, where nobody has."""
+FLOATS = tuple(DEFAULTS)
 BOOLS = ("is_decode", "is_member", "is_attached", "is_draining", "is_aside", "is_reserved")
+
+
+@dataclass(slots=True)
+class _Smoothed:
+    """A column of measurements as placing wants it; see `_alike`."""
+
+    values: NDArray[np.float64]
+    at_s: float
+    num_told: int
+    """Of what workers have told of themselves, so much is in it."""
+    asked_s: float
 
 
 class WorkerView:
@@ -59,16 +74,21 @@ class WorkerView:
         self._pending: list[dict[int, tuple[float, int]]] = [{} for _ in range(num_rows)]
         self._links: list[dict[int, float]] = [{} for _ in range(num_rows)]
         self._free = list(range(num_rows - 1, -1, -1))
-        self._smoothed: dict[str | int, tuple[float, NDArray[np.float64]]] = {}
+        self._smoothed: dict[str | int, _Smoothed] = {}
+        self._num_told = 0
+        self._smoothed_s = 0.0
         self._block_bytes = 1
         self.num_rows = 0
         """Rows beyond were never used."""
+        self._cut_to_rows()
 
     def open_row(self, description: WorkerDescription) -> int:
         if not self._free:
             self._grow()
         row = self._free.pop()
-        self.num_rows = max(self.num_rows, row + 1)
+        if row >= self.num_rows:
+            self.num_rows = row + 1
+            self._cut_to_rows()
         for column in (*self.ints.values(), *self.floats.values(), *self.bools.values()):
             column[row] = 0
         self._rates[:, row] = math.nan
@@ -84,6 +104,11 @@ class WorkerView:
         self._block_bytes = description.block_bytes
         self._smoothed.clear()
         return row
+
+    def _cut_to_rows(self) -> None:
+        """The columns, without what was never used: kept, for each request looks at most of them."""
+        self._ints = {name: column[: self.num_rows] for name, column in self.ints.items()}
+        self._bools = {name: column[: self.num_rows] for name, column in self.bools.items()}
 
     def close_row(self, row: int) -> None:
         """Nothing is placed there any more; the row is not given out before `free_row`."""
@@ -118,6 +143,9 @@ class WorkerView:
             source = rows_of.get(worker_id)
             if source is not None and SMALLEST < rate < LARGEST:
                 self._links[row][source] = rate
+        self._num_told += 1
+        if now - self._smoothed_s >= MEASURED_ANEW_S:
+            self._smooth_anew(now)
 
     # --------------------------------------------------------------------------------------------- what this router does
 
@@ -139,21 +167,20 @@ class WorkerView:
 
     def columns(self, num_tokens: int, held_blocks: NDArray[np.int64], now: float) -> Columns:
         """`num_tokens`: the request's length; `held_blocks`: of its chain, by row."""
-        n, ints, bools = self.num_rows, self.ints, self.bools
-        bucket = _bucket(num_tokens)
+        ints, bools, bucket = self._ints, self._bools, _bucket(num_tokens)
         return Columns(
-            is_decode=bools["is_decode"][:n],
+            is_decode=bools["is_decode"],
             is_usable=self.usable(),
-            is_reserved=bools["is_reserved"][:n],
-            num_active=ints["num_active"][:n] + ints["foreign_active"][:n],
-            max_active=ints["max_active"][:n],
-            active_tokens=ints["active_tokens"][:n] + ints["foreign_tokens"][:n],
-            pool_tokens=ints["pool_tokens"][:n],
-            num_placed=ints["num_placed"][:n],
-            step_base_s=self._alike("step_base_s", self.floats["step_base_s"], DEFAULT_STEP_S, now),
-            step_slope_s=self._alike("step_slope_s", self.floats["step_slope_s"], 0.0, now),
+            is_reserved=bools["is_reserved"],
+            num_active=ints["num_active"] + ints["foreign_active"],
+            max_active=ints["max_active"],
+            active_tokens=ints["active_tokens"] + ints["foreign_tokens"],
+            pool_tokens=ints["pool_tokens"],
+            num_placed=ints["num_placed"],
+            step_base_s=self._alike("step_base_s", now),
+            step_slope_s=self._alike("step_slope_s", now),
             waiting_tokens=self._waits(bucket, num_tokens),
-            tokens_per_s=self._alike(bucket, self._rates[bucket], DEFAULT_TOKENS_PER_S, now),
+            tokens_per_s=self._alike(bucket, now),
             held_blocks=held_blocks,
             block_s=self.block_s,
         )
@@ -168,15 +195,12 @@ class WorkerView:
 
     def most_pool_tokens(self, usable: bool) -> int:
         """Of a decode worker, or of one that requests can be placed on now; 0 without any."""
-        n = self.num_rows
-        of = self.bools["is_decode"][:n] & (self.usable() if usable else self.bools["is_member"][:n])
-        return int(self.ints["pool_tokens"][:n].max(where=of, initial=0))
+        of = self._bools["is_decode"] & (self.usable() if usable else self._bools["is_member"])
+        return int(self._ints["pool_tokens"].max(where=of, initial=0))
 
     def usable(self) -> NDArray[np.bool_]:
-        n, bools = self.num_rows, self.bools
-        able = bools["is_member"][:n] & bools["is_attached"][:n]
-        able &= ~(bools["is_draining"][:n] | bools["is_aside"][:n])
-        return able
+        bools = self._bools
+        return (bools["is_member"] & bools["is_attached"]) > (bools["is_draining"] | bools["is_aside"])
 
     def block_s(self, row: int) -> NDArray[np.float64]:
         """Seconds a block from each row to this one."""
@@ -188,22 +212,37 @@ class WorkerView:
         times[row] = 0.0
         return times
 
-    def _alike(self, key: str | int, raw: NDArray[np.float64], default: float, now: float) -> NDArray[np.float64]:
+    def _smooth_anew(self, now: float) -> None:
+        """What was asked for of late: now, and not while a request waits for it."""
+        self._smoothed_s = now
+        for key, found in list(self._smoothed.items()):
+            if now - found.asked_s > KEPT_S:
+                del self._smoothed[key]
+            else:
+                found.values, found.at_s, found.num_told = self._smooth(key), now, self._num_told
+
+    def _alike(self, key: str | int, now: float) -> NDArray[np.float64]:
         """Measurements with the unknown and the nearly equal ones at the median of their pool."""
         found = self._smoothed.get(key)
-        if found is not None and now - found[0] < MEASURED_ANEW_S:
-            return found[1]
-        n, values = self.num_rows, raw[: self.num_rows].copy()
-        of_pool = [self.bools["is_decode"][:n], ~self.bools["is_decode"][:n]]
+        if found is None or (found.num_told != self._num_told and now - found.at_s >= MEASURED_ANEW_S):
+            found = self._smoothed[key] = _Smoothed(self._smooth(key), now, self._num_told, now)
+        found.asked_s = now
+        return found.values
+
+    def _smooth(self, key: str | int) -> NDArray[np.float64]:
+        """`key`: one of FLOATS, or a bucket of rates."""
+        raw = self.floats[key] if isinstance(key, str) else self._rates[key]
+        default = DEFAULTS[key] if isinstance(key, str) else DEFAULT_TOKENS_PER_S
+        values = raw[: self.num_rows].copy()
+        of_pool = [self._bools["is_decode"], ~self._bools["is_decode"]]
         is_measured = np.isfinite(values)
-        known = is_measured & self.bools["is_member"][:n]
+        known = is_measured & self._bools["is_member"]
         for mask in of_pool:
             mine = values[mask & known]
             median = _middle(mine if len(mine) else values[known], default)
             differs = (values > median * ALIKE) | (values * ALIKE < median)
             differs &= is_measured
             np.copyto(values, median, where=mask & ~differs)
-        self._smoothed[key] = (now, values)
         return values
 
     def _grow(self) -> None:
@@ -268,7 +307,15 @@ def _curve(tokens_per_s: Mapping[int, float]) -> list[float]:
 
 def held_by_row(held: Iterable[tuple[int, int]], num_rows: int) -> NDArray[np.int64]:
     """From (rows as bits, blocks); a row that occurs more than once has the most of it."""
-    blocks, all_rows = np.zeros(num_rows, np.int64), (1 << num_rows) - 1
+    blocks = np.zeros(num_rows, np.int64)
+    fill_by_row(blocks, held)
+    return blocks
+
+
+def fill_by_row(blocks: NDArray[np.int64], held: Iterable[tuple[int, int]]) -> None:
+    """The same into a column of zeros."""
+    num_rows = len(blocks)
+    all_rows = (1 << num_rows) - 1
     for rows, count in sorted(held, key=_count_of):
         rows &= all_rows
         if rows.bit_count() > FEW_ROWS:
@@ -278,7 +325,6 @@ def held_by_row(held: Iterable[tuple[int, int]], num_rows: int) -> NDArray[np.in
             row = rows.bit_length() - 1
             rows ^= 1 << row
             blocks[row] = count
-    return blocks
 
 
 def _count_of(of: tuple[int, int]) -> int:

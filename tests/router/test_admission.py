@@ -140,3 +140,14 @@ def test_tenants_that_come_and_go_leave_nothing_behind():
     assert len(queue._served) < 3000
     queue.remove(next(queue.in_order()))
     assert not queue._served
+
+
+def test_passing_by_an_empty_queue_is_as_if_it_had_been_in_it():
+    queued, passed = FairQueue(), FairQueue()
+    for number, tenant in enumerate([b"a", b"b", b"a", b"c"]):
+        one = live(number, tenant, size=100 + number)
+        queued.push(one)
+        queued.remove(one)
+        queued.charge(one)
+        passed.pass_by(one)
+        assert vars(passed) == vars(queued)

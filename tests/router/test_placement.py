@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from router.placement import POLICIES, Columns, Demand, place
+from router.placement import POLICIES, Columns, Demand, place, rows_with_room
 
 BLOCK = 16
 DEMAND = Demand(number=1, num_tokens=200, num_choices=1, num_kv_tokens=300, num_blocks_before_tail=12, block_size=BLOCK,
@@ -193,3 +195,48 @@ def test_predictions_are_what_the_parts_take():
     assert found.computing_s == pytest.approx(12 * BLOCK / 1000)
     assert found.moving_s == pytest.approx(12 * LINK_S)
     assert found.ttft_s == pytest.approx(0.1 + 12 * BLOCK / 1000 + found.tail_s)
+
+
+workers = st.lists(
+    st.fixed_dictionaries(
+        {
+            "is_decode": st.booleans(), "is_usable": st.booleans(), "is_reserved": st.booleans(),
+            "num_active": st.integers(0, 8), "max_active": st.just(8), "active_tokens": st.integers(0, 900),
+            "pool_tokens": st.sampled_from([100, 400, 1000]), "num_placed": st.integers(0, 3),
+            "step_base_s": st.sampled_from([0.01, 0.02]), "step_slope_s": st.sampled_from([0.0, 0.001]),
+            "waiting_tokens": st.integers(0, 3000), "tokens_per_s": st.sampled_from([500.0, 1000.0]),
+            "held_blocks": st.integers(0, 13),
+        }
+    ),
+    min_size=1, max_size=5,
+)  # fmt: skip
+
+
+@given(workers, st.sampled_from([16, 200]), st.sampled_from([0, 64]), st.booleans(), st.sampled_from(list(POLICIES)))
+def test_shortcuts_change_no_decision(workers, num_tokens, local_tokens, runs_apart, policy):
+    """An explained placement takes none: all candidates are compared."""
+    demand = replace(
+        DEMAND, num_tokens=num_tokens, num_blocks_before_tail=(num_tokens - 1) // BLOCK, local_tokens=local_tokens,
+        runs_apart=runs_apart, slo_ttft_s=1.0,
+    )  # fmt: skip
+    short, seen = columns(*workers), columns(*workers)
+    rows = rows_with_room(short, demand)
+    plain = placed(*workers, demand=replace(demand, explains=True), policy=policy)
+    found = place(demand, short, POLICIES[policy], rows)
+    assert found == (None if plain is None else replace(plain, candidates=()))
+    assert found == placed(*workers, demand=demand, policy=policy)
+    assert all((getattr(short, name) == getattr(seen, name)).all() for name in IDLE), "and nothing in the columns"
+
+
+@given(workers, st.booleans(), st.integers(1, 2))
+def test_who_has_room_is_as_the_words_say(workers, runs_apart, num_choices):
+    demand = replace(DEMAND, runs_apart=runs_apart, num_choices=num_choices)
+
+    def has_room(w):
+        fits = w["active_tokens"] + demand.num_tokens * num_choices <= w["pool_tokens"]
+        fits = fits and w["num_active"] + num_choices <= w["max_active"]
+        is_free = w["num_active"] == 0 if runs_apart else (w["num_active"] == 0 or fits) and not w["is_reserved"]
+        return is_free and w["pool_tokens"] >= demand.num_kv_tokens and w["is_decode"] and w["is_usable"]
+
+    wanted = [row for row, worker in enumerate(workers) if has_room(worker)]
+    assert rows_with_room(columns(*workers), demand).tolist() == wanted
