@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from deploy.command import directory_of, notes, run_command, told_errors
+from deploy.command import directory_of, ended_in_order, notes, run_command, told_errors
 from deploy.deployments import deployment_of
 from deploy.local import LocalPlan
 from deploy.options import (
@@ -180,7 +180,7 @@ def bench_peers(
     from deploy.contest_report import report_contest
 
     directory = directory_of(model)
-    with told_errors():
+    with told_errors(), ended_in_order():
         report_contest(peers, directory, rounds, only or [], as_json, notes)
 
 

@@ -53,6 +53,14 @@ async def _until_signalled(main: Coroutine[Any, Any, None]) -> None:
 
 
 @contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """The same for what is no coroutine."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    yield
+
+
+@contextlib.contextmanager
 def told_errors() -> Iterator[None]:
     """One line for what a person can mend, 130 for Ctrl-C; a group is its first error."""
     try:

@@ -1,7 +1,12 @@
 """What a contest's outcome looks like, and what is refused before anything is run."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -60,3 +65,24 @@ def test_an_unknown_contender_or_directory_or_one_without_peers_is_refused(conte
         contest(directory=tmp_path / "none")
     with pytest.raises(ConfigurationError, match="none of the contenders can run"):
         contest(["vllm-1-thread"])
+
+
+@pytest.mark.model
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_whatever_ends_it_ends_the_contender_that_runs(tmp_path, model_directory, number):
+    python, told = tmp_path / "llama/bin/python", tmp_path / "pid"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\necho $$ > {told}.new; mv {told}.new {told}\nexec sleep 60\n")
+    python.chmod(0o700)
+    (tmp_path / "model-F16.gguf").touch()
+    command = [sys.executable, "-m", "deploy", "bench", "peers", "--only", "llama.cpp-F16"]
+    bench = subprocess.Popen([*command, "--peers", str(tmp_path), "--model", str(model_directory)])
+    ends = time.monotonic() + 20
+    while not told.exists():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    contender = psutil.Process(int(told.read_text()))
+    bench.send_signal(number)
+    assert bench.wait(10) == 130
+    contender.wait(5)
