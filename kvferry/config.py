@@ -92,7 +92,7 @@ class RouterConfig(_Config):
     """The time to the first token that placing and admission try to keep; 0: none. A request may name its own."""
     slo_tpot_ms: float = Field(0.0, ge=0)
     """The time per token after it; 0: none."""
-    request_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(600.0, gt=0, le=1e9)
     """The longest life of a request that names no limit of its own."""
     local_tokens: int = Field(16, ge=0)
     """A request that lacks no more than so many tokens at its decode worker fetches nothing."""

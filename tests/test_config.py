@@ -47,6 +47,12 @@ def test_unknown_variables_missing_files_and_unknown_flags_are_named(tmp_path, m
         read_config(DecodeConfig, [])
 
 
+@pytest.mark.parametrize("limit", ["inf", "1e300"])
+def test_a_time_limit_that_no_message_to_a_worker_can_carry_is_refused(limit):
+    with pytest.raises(ConfigurationError, match="request_timeout_s"):
+        read_config(RouterConfig, [f"--request-timeout-s={limit}"])
+
+
 def test_beyond_loopback_tls_is_required(tmp_path):
     with pytest.raises(ConfigurationError, match="tls-certificate"):
         read_tls(read_config(DecodeConfig, ["--host=0.0.0.0"]))
