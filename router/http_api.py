@@ -47,9 +47,9 @@ class HttpApi:
         self._dispatcher, self._maker, self._metrics = dispatcher, maker, metrics
 
     def app(self) -> ASGIApp:
+        answers: dict[str, Answer] = {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
         routes = [
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.completions, methods=["POST"]),
+            *(Route(path, answer, methods=["POST"]) for path, answer in answers.items()),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
@@ -61,7 +61,6 @@ class HttpApi:
             HTTPException: _http_error,
             Exception: _unexpected_error,
         }
-        answers: dict[str, Answer] = {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
         return _Front(answers, Starlette(routes=routes, exception_handlers=handlers))
 
     # ---------------------------------------------------------------------------------------------------- generation

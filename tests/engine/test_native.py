@@ -225,7 +225,7 @@ def random_schedule(runner, prompts, seed):
 
 
 @pytest.mark.parametrize("weights", KINDS)
-@pytest.mark.parametrize(("threads", "kv"), [(1, "float32"), (2, "float32"), (1, "bfloat16")])
+@pytest.mark.parametrize(("threads", "kv"), [(1, "float32"), (2, "float32"), (1, "bfloat16"), (2, "bfloat16")])
 def test_a_positions_bits_depend_on_its_prefix_alone(checkpoint, weights, threads, kv):
     """Whatever shares the step, however the prompt is cut, wherever its blocks are, with one thread or two."""
     alone = load(checkpoint, 2048, weights=weights, kv=kv).runner

@@ -23,8 +23,6 @@ from kvferry.engine.torch_memory import TorchMemory
 
 SCRATCH_PER_NUMBER = 2
 """Bytes: bfloat16's two; int8's one, and eight for each group of 32 or 64."""
-
-
 ROUNDING_KINDS = ("bfloat16", "int8")
 """Of weights: activations are rounded for them, and over bfloat16 KV for attention, too."""
 
