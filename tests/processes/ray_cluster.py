@@ -60,6 +60,7 @@ class RayNodes:
         head: dict[str, Any] = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
         head["labels"] = {"door": "front"}
         self._cluster: Any = Cluster(True, head_node_args={**head, "_system_config": {**QUICK_TO_SEE_DEATH, **more}})
+        self._num_added = 0
         for _ in range(num_nodes):
             self.add_node()
         self.address: str = self._cluster.address
@@ -67,7 +68,8 @@ class RayNodes:
             ray.init(address=self.address, namespace="kvferry", log_to_driver=False, logging_level="ERROR")
 
     def add_node(self) -> None:
-        labels = {"disk": "fast"}
+        labels = {"disk": "fast", "place": f"n{self._num_added}"}
+        self._num_added += 1
         self._cluster.add_node(num_cpus=4, object_store_memory=STORE_BYTES, labels=labels, resources={"slot": 4})
 
     def kill_node(self, node_id: str) -> None:

@@ -74,8 +74,10 @@ def test_workers_are_spread_and_answer_exactly_over_grpc(service):
 
 def test_a_second_deployment_beside_it_answers_exactly_over_the_object_store(service, nodes, model_directory):
     """In another namespace than its job's; and workers that have met do not ask the control store."""
-    plan = sim_plan(model_directory, transport="ray")
-    pools = {role: {**plan.pool(role).model_dump(), "count": 1} for role in ("prefill", "decode")}
+    plan, places = sim_plan(model_directory, transport="ray"), {"prefill": "n0", "decode": "n1"}
+    pools = {
+        role: {**plan.pool(role).model_dump(), "count": 1, "labels": {"place": place}} for role, place in places.items()
+    }
     with deployed(sim_plan(model_directory, transport="ray", **pools), "beside") as store:
         assert store.url != service.url
         assert place_of(store, "prefill-1") != place_of(store, "decode-1")
