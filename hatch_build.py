@@ -23,12 +23,16 @@ class NativeBuildHook(BuildHookInterface):
         if version == "editable" or compiler is None or sys.platform != "linux" or os.uname().machine != "x86_64":
             return
         self._scratch = tempfile.mkdtemp()
-        paths = [Path(self._scratch) / build.library_name(level) for level in build.LEVELS]
-        try:
-            for level, path in zip(build.LEVELS, paths, strict=True):
+        paths: list[Path] = []
+        for level in build.LEVELS:
+            path = Path(self._scratch) / build.library_name(level)
+            try:
                 build.compile_library(level, path, compiler)
-        except OSError as error:
-            self.app.display_warning(f"the wheel is pure: {error}")
+            except OSError as error:
+                self.app.display_warning(f"the wheel has no {level.name}: {error}")
+            else:
+                paths.append(path)
+        if not paths:
             return
         build_data["force_include"].update({str(path): f"{NATIVE}/prebuilt/{path.name}" for path in paths})
         build_data["pure_python"] = False

@@ -54,7 +54,7 @@ async def _until_signalled(main: Coroutine[Any, Any, None]) -> None:
 
 @contextlib.contextmanager
 def ended_in_order() -> Iterator[None]:
-    """The same for what is no coroutine."""
+    """SIGTERM and a closed terminal end what is no coroutine in order, too: from here on they raise KeyboardInterrupt."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     yield

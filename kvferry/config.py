@@ -126,8 +126,8 @@ class WorkerConfig(_Config):
     sim_accelerator: str = "here"
     """l4, a100, h100, h200, b200, or here: measured on this machine."""
     weights: str = Field("float32", pattern="^(float32|float16|bfloat16|int8|auto)$")
-    """How weights are kept: float32; float16 at half the memory traffic; bfloat16 likewise, and activations rounded to it too: up to
-    twice as fast with AVX512-BF16; int8 at a quarter, with a loss (`kvferry bench quality`); auto: float16, unless a weight does
+    """How weights are kept: float32; float16 at half the memory traffic; bfloat16 likewise, with activations rounded to it, too:
+    faster with AVX512-BF16; int8 at a quarter, with a loss (`kvferry bench quality`); auto: float16, unless a weight does
     not fit into it. The same in the whole deployment."""
     kv: str = Field("float32", pattern="^(float32|bfloat16)$")
     """What the pool keeps and ships: float32, or bfloat16 at half the bytes. The same in the whole deployment."""

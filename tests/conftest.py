@@ -18,7 +18,6 @@ ONE_AT_A_TIME = ("test_ray_", "test_object_store")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "beside: `make test` runs another module of processes beside it")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     settings.register_profile("same", deadline=None, derandomize=True, print_blob=True)
     settings.register_profile(

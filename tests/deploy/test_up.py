@@ -48,15 +48,15 @@ def all_gone(processes, timeout_s=8):
 )
 def test_whatever_ends_it_no_process_is_left(model_directory, number, engine):
     up, banner, children = start(model_directory, f"--engine={engine}")
-    assert len(children) == 3
-    if engine == "native":
-        assert "46,080 bytes a token" in banner
-        assert "640 tokens" in banner
     folders = set((home() / "run").iterdir())
     if number is not signal.SIGKILL:
         children[1].send_signal(signal.SIGSTOP)  # a hung child must not stay either
     up.send_signal(number)
     assert up.wait(15) == (130 if number is not signal.SIGKILL else -9)
+    assert len(children) == 3
+    if engine == "native":
+        assert "46,080 bytes a token" in banner
+        assert "640 tokens" in banner
     assert all_gone(children)
     if number is not signal.SIGKILL:
         assert set((home() / "run").iterdir()) < folders

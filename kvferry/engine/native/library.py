@@ -9,6 +9,7 @@ import ctypes
 import logging
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from kvferry.config import home
@@ -81,8 +82,9 @@ class Library:
         self.panel_width: int = library.panel_width()
 
 
+@cache
 def load_library(only: str = "") -> Library | None:
-    """None, with the reason in the log, if it cannot be had here. `only` names a lower level than the processor has."""
+    """None, with the reason in the log, if it cannot be had here. `only` names a lower level than the processor has. Found out once."""
     levels = [level for level in processor_levels() if level.name == only or not only]
     reason = "the processor is none of x86-64 with AVX2, FMA, F16C and BMI2"
     for level in levels:
