@@ -16,6 +16,7 @@ from kvferry.errors import ConfigurationError, KvferryError
 
 notes = Console(stderr=True, highlight=False)
 """Progress and notes go to standard error, answers and figures to standard output."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def directory_of(model: Path | None) -> Path:
@@ -47,15 +48,15 @@ def run_command(main: Coroutine[Any, Any, None]) -> None:
 async def _until_signalled(main: Coroutine[Any, Any, None]) -> None:
     """SIGTERM and a closed terminal end everything in order, as Ctrl-C does."""
     task = asyncio.ensure_future(main)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     await task
 
 
 @contextlib.contextmanager
 def ended_in_order() -> Iterator[None]:
-    """SIGTERM and a closed terminal end what is no coroutine in order, too: from here on they raise KeyboardInterrupt."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    """The same for what is no coroutine: from here on they raise KeyboardInterrupt, also where a shell had them ignored."""
+    for number in ENDING:
         signal.signal(number, signal.default_int_handler)
     yield
 

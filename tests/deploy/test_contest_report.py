@@ -84,5 +84,8 @@ def test_whatever_ends_it_ends_the_contender_that_runs(tmp_path, model_directory
         time.sleep(0.05)
     contender = psutil.Process(int(told.read_text()))
     bench.send_signal(number)
-    assert bench.wait(10) == 130
-    contender.wait(5)
+    try:
+        assert bench.wait(10) == 130
+        contender.wait(5)
+    finally:
+        bench.kill()

@@ -73,6 +73,7 @@ def odd(model_directory, tmp_path_factory):
     spaced = other_text(model_directory, folder / "spaced", with_a_space)
     timed = other_text(model_directory, folder / "timed", "{{ strftime_now('%s') }}", tokenizer="{}")
     extra = {
+        "router": ["--policy=round-robin"],  # what a prompt would cost where is not this module's matter
         "decode-1": [f"--model={spaced}"],
         "prefill-1": [f"--model={timed}", f"--port={free_port()}"],
         "prefill-2": [f"--port={free_port()}", "--transport=grpc"],
