@@ -1,7 +1,8 @@
-"""An executor that outlives its worker: the next worker's first step runs after the last step of the one before it.
-
-A worker that has ended may leave a step running; it writes into the pool's memory, which is the next one's, too.
+"""An executor that outlives its worker. A worker that has ended may leave a step running, which writes into the memory that the next
+one's pool is made over: `settle` comes before that pool, for blocks may be fetched into it before its first step.
 """
+
+import asyncio
 
 from kvferry.engine.plan import Plan, StepResult
 from kvferry.worker.loop import Executor
@@ -10,13 +11,21 @@ from kvferry.worker.loop import Executor
 class KeptExecutor:
     def __init__(self, kept: Executor):
         self._kept = kept
+        self._running: asyncio.Future[StepResult] | None = None
 
     @classmethod
     def of(cls, executor: Executor) -> "KeptExecutor":
         return executor if isinstance(executor, cls) else cls(executor)
 
     async def execute(self, plan: Plan) -> StepResult:
-        return await self._kept.execute(plan)
+        """A step whose worker ends goes on."""
+        self._running = asyncio.ensure_future(self._kept.execute(plan))
+        return await asyncio.shield(self._running)
+
+    async def settle(self) -> None:
+        """Returns when no step runs."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
 
     def close(self) -> None:
         """Not yet: it ends with the process."""

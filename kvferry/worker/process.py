@@ -101,7 +101,9 @@ async def serve_worker(
     if loaded is None:
         loaded = await (_simulate(config) if config.engine == "sim" else _load(config))
     if here is not None:
-        here.loaded = loaded = replace(loaded, executor=KeptExecutor.of(loaded.executor))
+        kept = KeptExecutor.of(loaded.executor)
+        await kept.settle()
+        here.loaded = loaded = replace(loaded, executor=kept)
     engine = loaded.engine
     block_bytes = engine.identity.block_bytes
     server = new_server(block_bytes)
