@@ -73,6 +73,7 @@ class Meetings:
         self._rates = rates or MeasuredRates()
         self._dialer, self._format, self._roads, self._silence_s = dialer, block_format, roads, silence_s
         self._greeting = FetchMeet(model_id, fidelity)
+        self._probe_blocks = min(max(PROBE_BYTES // block_format.block_bytes, 1), MAX_PROBE_BLOCKS)
         self._meetings: dict[str, Meeting] = {}
         self._barred: dict[tuple[str, str, str], float] = {}  # until when, by address, life and road
         self._ongoing: dict[str, asyncio.Future[FetchFailed | None]] = {}
@@ -172,9 +173,14 @@ class Meetings:
         inlet = await road.enter(offer, ticket)
         try:
             began = clock()
-            await stream.send(FetchProbe(road.name, ticket, min(max(PROBE_BYTES // block_bytes, 1), MAX_PROBE_BLOCKS)))
-            async with asyncio.timeout(self._silence_s):
-                frame = await stream.receive()
+            await stream.send(FetchProbe(road.name, ticket, self._probe_blocks))
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    frame = await stream.receive()
+            except TimeoutError as error:
+                raise RoadFailed(
+                    f"{self._probe_blocks * block_bytes:,} bytes did not come within {self._silence_s:g} s"
+                ) from error
             if not isinstance(frame, Frame):
                 raise StreamEnded("the source sent no frame to try a road with")
             try:

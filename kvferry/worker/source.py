@@ -40,8 +40,8 @@ from kvferry.racing import until_first
 from kvferry.streams import Stream, StreamEnded
 from kvferry.worker.counters import Counters
 from kvferry.worker.loop import EngineLoop
+from kvferry.worker.pace import FramePace
 
-MAX_FRAMES_IN_FLIGHT = 2
 FRAMES_A_POOL = 8
 """No frame has more than this part of the pool."""
 PROGRESS_INTERVAL_S = 1.0
@@ -235,6 +235,7 @@ class _Serving:
         self._in_flight: dict[int, Hold] = {}
         self._acknowledged = asyncio.Event()
         self._computation: Computation | None = None
+        self._pace = FramePace(1, 1)
         self._outlet: Outlet | None = None if opening.warm else source.road(opening.road).open(opening.ticket)
 
     async def run(self) -> None:
@@ -299,13 +300,12 @@ class _Serving:
             await self._wait_for_a_block()
 
     async def _send_blocks(self, outlet: Outlet) -> None:
-        first, largest = self._source.frame_blocks(self._opening.road)
+        self._pace = pace = FramePace(*self._source.frame_blocks(self._opening.road))
         while self._next < len(self._ids):
-            if len(self._in_flight) >= MAX_FRAMES_IN_FLIGHT:
+            if len(self._in_flight) >= pace.num_in_flight:
                 await self._one_acknowledged()
                 continue
-            limit = first if self._frame_number == 0 else largest
-            if (count := self._pool.num_sealed_prefix(self._ids[self._next : self._next + limit])) > 0:
+            if (count := self._pool.num_sealed_prefix(self._ids[self._next : self._next + pace.num_blocks])) > 0:
                 await self._send_frame(outlet, count)
             else:
                 await self._wait_for_a_block()
@@ -324,6 +324,7 @@ class _Serving:
         self._next += count
         if self._source.link is not None:
             await self._source.link.pass_blocks(count)
+        self._pace.sent(count, self._loop.now())
         await self._stream.send(frame)
         self._source._counters.add("served_blocks", count)
         self._source._counters.add("served_bytes", count * form.block_bytes)
@@ -346,6 +347,7 @@ class _Serving:
             message = await self._stream.receive()
             if isinstance(message, FetchAck) and message.frame_number in self._in_flight:
                 self._in_flight.pop(message.frame_number).close()
+                self._pace.acknowledged(self._loop.now())
                 self._acknowledged.set()
                 self._loop.post(lambda: None)  # somebody may wait for this room
 

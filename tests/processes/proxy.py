@@ -69,8 +69,16 @@ class Proxy:
             with contextlib.suppress(asyncio.CancelledError):
                 await server.serve_forever()
 
+        def run() -> None:
+            self._loop.run_until_complete(task)
+            rest = asyncio.all_tasks(self._loop)
+            for one in rest:
+                one.cancel()
+            self._loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+            self._loop.close()
+
         task = self._loop.create_task(main())
-        thread = threading.Thread(target=lambda: self._loop.run_until_complete(task))
+        thread = threading.Thread(target=run)
         thread.start()
         started.wait()
         try:

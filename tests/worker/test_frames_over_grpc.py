@@ -38,6 +38,7 @@ from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.reader import BlockReader, FetchReport
 from kvferry.worker.settings import WorkerSettings
 from prefill_worker.worker import PrefillWorker
+from tests.processes.proxy import Proxy
 
 BLOCK = 16
 SECRET = "cluster"
@@ -99,8 +100,8 @@ class Reader:
     def __init__(self, num_slots: int, block_bytes: int, road: Road = GRPC):
         self.memory, self.pool, self.counters = WideMemory(num_slots, block_bytes), BlockPool(num_slots), Counters()
         self._dialer = GrpcDialer(SECRET, block_bytes)
-        meetings = Meetings(self._dialer, self.memory.format, (road,), "fake-1000", "uint8", 3.0)
-        self._reader = BlockReader(self._dialer, self.memory, meetings, self.counters, FetchBudgets())
+        self._meetings = Meetings(self._dialer, self.memory.format, (road,), "fake-1000", "uint8", 3.0)
+        self._reader = BlockReader(self._dialer, self.memory, self._meetings, self.counters, FetchBudgets())
 
     async def fetch(self, tokens: list[int], source: Source) -> FetchReport:
         """Everything that was sealed is found to be true, also where the fetch fails."""
@@ -271,3 +272,34 @@ async def test_a_source_that_has_no_room_to_send_from_is_known_within_a_second_a
     assert outcomes.count("") >= 15
     assert len(outcomes) - outcomes.count("") >= 3
     assert set(outcomes) - {""} <= {"stream_ended", "unreachable", "source_error"}
+
+
+async def test_a_slow_line_is_not_a_silent_source():
+    """What the source shows of its progress waits behind its frames: they are as large as the line is fast."""
+    num_blocks, reader = 14, Reader(14, REAL_BLOCK_BYTES)
+    async with asyncio.timeout(40), serving(100, REAL_BLOCK_BYTES) as served:
+        with Proxy().running() as proxy:
+            proxy.target = int(served.address.rpartition(":")[2])
+            source = Source("p1", f"127.0.0.1:{proxy.port}")
+            await reader.fetch(tokens_of(1, "meet"), source)
+            proxy.bytes_per_s = 1.8e6
+            began = time.monotonic()
+            report = await reader.fetch(tokens_of(num_blocks), source)
+            assert report.num_blocks == num_blocks
+            assert time.monotonic() - began > 3.5, "the line was not slow enough to show anything"
+            proxy.bytes_per_s = None
+        await reader.close()
+
+
+async def test_a_line_too_slow_to_try_is_said_to_be(monkeypatch):
+    reader = Reader(4, REAL_BLOCK_BYTES)
+    monkeypatch.setattr(reader._meetings, "_silence_s", 0.5)
+    async with asyncio.timeout(30), serving(4, REAL_BLOCK_BYTES) as served:
+        with Proxy().running() as proxy:
+            proxy.target, proxy.bytes_per_s = int(served.address.rpartition(":")[2]), 0.8e6
+            with pytest.raises(
+                FetchFailed, match=r"no road to p1 works: grpc: 1,474,560 bytes did not come within 0\.5 s"
+            ):
+                await reader.fetch(tokens_of(1, "meet"), Source("p1", f"127.0.0.1:{proxy.port}"))
+            proxy.bytes_per_s = None
+        await reader.close()
