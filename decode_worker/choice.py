@@ -60,6 +60,7 @@ class Choice:
         self.sources = list(sources)
         self.num_given_sources = len(sources)
         self.failed_source_ids: list[str] = []
+        self.last_failure = ""
         self.priority, self.deadline_s = priority, deadline_s
         self.arrival = 0
         self.num_passed = 0

@@ -116,6 +116,7 @@ class DecodeScheduler:
         made_progress = choice.sequence.num_sealed_blocks > order.first_block
         if error is not None and choice.sources and choice.sources[0] == order.source:
             choice.num_tries_at_source += 1
+            choice.last_failure = f"{order.source.worker_id}: {error}"
             if is_source_bad or not made_progress or choice.num_tries_at_source >= 8:
                 choice.failed_source_ids.append(choice.sources.pop(0).worker_id)
                 choice.num_tries_at_source = 0
@@ -284,7 +285,8 @@ class DecodeScheduler:
             and choice.num_given_sources
             and self._num_local_tokens(choice, missing) > self._limits.max_local_tokens
         ):
-            self._end(choice, ChoiceEndReason.UNPLACED, f"no source delivered the {missing} missing blocks")
+            detail = f"no source delivered the {missing} missing blocks; the last one, {choice.last_failure}"
+            self._end(choice, ChoiceEndReason.UNPLACED, detail)
         elif sequence.num_skipped_blocks:  # what computes the missing ones sees blocks that were left out
             choice.is_computed_here = True
             sequence.stop()

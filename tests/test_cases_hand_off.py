@@ -6,6 +6,7 @@ Faults are what networks, processes and models do: streams that end, workers tha
 import asyncio
 import itertools
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -409,8 +410,30 @@ def test_a_request_that_ends_before_it_is_admitted_stops_its_source_within_a_sec
     run_virtual(main)
 
 
+def test_a_placement_that_comes_to_nothing_names_what_its_last_source_said():
+    """T037: where decode may not compute so much without being told to, the router hears why; so would a client, in the end."""
+
+    async def main():
+        async with deployment(limits=FETCH_ALL) as d:
+            start_life(d, "p1", engine=poisoned())
+            start_life(d, "d1", max_local_tokens=BLOCK)
+            await d.ready()
+            prompt = [*prompt_of(6 * BLOCK, 1), *POISON, *prompt_of(900, 2)]
+            live = d.submit(prompt, 4)
+            whys: list[str] = []
+            placed_again = d.dispatcher._queue_again
+            d.dispatcher._queue_again = lambda live, why, **more: (whys.append(why), placed_again(live, why, **more))
+            await wait_all([live])
+            assert tokens_of(live) == expected(prompt, 4)
+            assert re.fullmatch(
+                r"no source delivered the 63 missing blocks; the last one, p1: .*thirteen is too much.*", whys[0]
+            )
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("is_decode_poisoned", [False, True])
-def test_a_prefill_that_fails_is_known_to_decode_and_client_within_a_second(is_decode_poisoned):
+def test_a_prefill_that_fails_is_known_to_decode_and_client_within_a_second(is_decode_poisoned, caplog):
     """T037: for chosen prompts; where decode cannot run them either, the client hears the real cause."""
 
     async def main():
@@ -436,6 +459,8 @@ def test_a_prefill_that_fails_is_known_to_decode_and_client_within_a_second(is_d
                 else:
                     await wait_all([live])
                     assert tokens_of(live) == expected(prompt, 4)
+                assert re.search(r"fetch from p1, \d+ of \d+ blocks here: .*thirteen is too much", caplog.text)
+                caplog.clear()
             await wait_all(others)
             assert [tokens_of(live) for live in others] == [expected(prompt_of(200, k), 300) for k in range(6)]
             await d.quiet()

@@ -1,6 +1,6 @@
 """How many blocks a source puts into a frame: as many as are through in half a second, by the frames that were acknowledged before.
 
-What a source shows of its progress waits behind its frames on the line. On a slow one, large frames would make it look silent. Pure: the
+What a source shows of its progress waits behind its frames on the line: on a slow one, large frames make it look silent. Pure: the
 clock is handed in.
 """
 

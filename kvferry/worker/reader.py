@@ -7,6 +7,7 @@ goes wrong is a `FetchFailed` with a kind; the blocks that arrived stay. Stream 
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from dataclasses import dataclass, replace
 
@@ -35,6 +36,8 @@ from kvferry.worker.counters import Counters
 from kvferry.worker.meeting import Meeting, Meetings
 from kvferry.worker.patience import FetchBudgets, Patience
 from kvferry.worker.rates import MeasuredRates
+
+logger = logging.getLogger(__name__)
 
 TURN_BYTES = 20 * 1024 * 1024
 """Copied and checked in one go; then the event loop has its turn: acknowledgements leave, and the next notice is there in time."""
@@ -69,6 +72,8 @@ class _Arriving:
     hold: Hold
     """The sequence's when the fetch began. Once it is closed nobody wants the rest, and a cancellation is on its way."""
     opening: FetchOpen
+    num_wanted: int
+    """Blocks, those before the opening's first one included."""
     report: FetchReport
     inbox: asyncio.Queue[FetchDown | FetchFailed]
     outbox: asyncio.Queue[FetchUp]
@@ -119,6 +124,10 @@ class BlockReader:
             raise FetchFailed(FetchFailureKind.SOURCE_ERROR.value, message)
         except FetchFailed as failed:
             self._counters.add(f"fetch_failed_{failed.kind}")
+            had, wanted = sequence.num_sealed_blocks, len(opening.tokens) // self._memory.format.block_size
+            logger.warning(
+                "fetch from %s, %d of %d blocks here: %s", report.source.worker_id, had, wanted, failed.message
+            )
             raise
 
     def _measure(self, report: FetchReport) -> None:
@@ -160,7 +169,8 @@ class BlockReader:
             inbox: asyncio.Queue[FetchDown | FetchFailed] = asyncio.Queue(1)
             outbox: asyncio.Queue[FetchUp] = asyncio.Queue()
             outbox.put_nowait(opening)
-            arriving = _Arriving(meeting, sequence, sequence.hold, opening, report, inbox, outbox)
+            num_wanted = len(opening.tokens) // self._memory.format.block_size
+            arriving = _Arriving(meeting, sequence, sequence.hold, opening, num_wanted, report, inbox, outbox)
             await until_first(
                 self._take_messages(arriving), self._receive_ahead(stream, inbox), _send_all(stream, outbox)
             )
@@ -215,9 +225,11 @@ class BlockReader:
                     await self._take_frame(message, inlet, arriving)
                     if not has_heard_progress:
                         report.num_source_cached_blocks = had_cached + report.num_blocks - had
+                    if arriving.sequence.num_sealed_blocks >= arriving.num_wanted:
+                        return  # closing the stream confirms the last frame, too
                     arriving.outbox.put_nowait(FetchAck(message.frame_number))
                 elif isinstance(message, FetchEnd):
-                    self._check_end(message, arriving.sequence, arriving.opening)
+                    self._check_end(message, arriving)
                     return
         finally:
             inlet.close()
@@ -242,7 +254,7 @@ class BlockReader:
         report.road = arriving.meeting.road.name
         arriving.check_wanted()
         try:
-            wanted = sequence.block_ids[: len(arriving.opening.tokens) // form.block_size]
+            wanted = sequence.block_ids[: arriving.num_wanted]
             blocks = unpack_header(frame.header, form, sequence.num_sealed_blocks, wanted)
             await inlet.arrive(frame, len(blocks), form.block_bytes)
             arriving.check_wanted()
@@ -298,11 +310,10 @@ class BlockReader:
         self._counters.add("fetched_bytes", num_bytes)
         self._counters.add(f"fetched_bytes_over_{report.road}", num_bytes)
 
-    def _check_end(self, end: FetchEnd, sequence: Sequence, opening: FetchOpen) -> None:
-        wanted = len(opening.tokens) // self._memory.format.block_size
-        if end.reason is FetchEndReason.COMPLETE and sequence.num_sealed_blocks >= wanted:
+    def _check_end(self, end: FetchEnd, arriving: "_Arriving") -> None:
+        if end.reason is FetchEndReason.COMPLETE and arriving.sequence.num_sealed_blocks >= arriving.num_wanted:
             return
-        if end.reason is FetchEndReason.MISSING and opening.hold_only:
+        if end.reason is FetchEndReason.MISSING and arriving.opening.hold_only:
             return  # it has given what it holds, which is all that was asked of it
         if end.reason is FetchEndReason.STRANGER:
             raise _MeetAgain

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.kv.block_id import ANNOUNCED_EVERY, announced, chain
-from router.index import NUM_SHARDS, PrefixIndex, keys_of
+from router.index import MAX_LOOKED_FOR_ENDS, NUM_SHARDS, PrefixIndex, keys_of
 from router.view import held_by_row
 
 ROOT = b"r" * 16
@@ -14,6 +14,9 @@ ROOT = b"r" * 16
 
 def ids_of(num_blocks, seed=1):
     return chain(ROOT, [random.Random(f"{seed} {k}").randrange(999) for k in range(num_blocks)], 1)
+
+
+LONG = ids_of(300)
 
 
 def held(index, ids):
@@ -39,6 +42,43 @@ def test_each_worker_holds_as_much_as_it_told(lengths, asked, stride):
     assert {row: n for row, n in held(index, ids[:asked]).items() if row < 2000} == {
         row: n for row, n in wanted.items() if row < 2000
     }
+
+
+@given(st.lists(st.integers(0, 300), max_size=12), st.integers(0, 300))
+def test_of_long_chains_the_longest_are_known_to_the_block_and_the_others_to_the_point(lengths, asked):
+    """Each worker is found, never with more than it has; of the few that have most, and of all alike, with all that is asked for."""
+    index, ids = PrefixIndex(), LONG
+    for row, length in enumerate(lengths):
+        index.add(row, announced(ids[:length]))
+    points = {row: min(length, asked) // ANNOUNCED_EVERY for row, length in enumerate(lengths)}
+    longest = sorted({*points.values(), 0}, reverse=True)[:MAX_LOOKED_FOR_ENDS]
+    wanted = {}
+    for row, length in enumerate(lengths):
+        is_end_known = length <= asked and points[row] in longest
+        wanted[row] = length if is_end_known else points[row] * ANNOUNCED_EVERY
+    assert held(index, ids[:asked]) == {row: blocks for row, blocks in wanted.items() if blocks}
+    told = [one.num_blocks for one in index.held(keys_of(ids[:asked]))]
+    assert told == sorted(told, reverse=True)
+
+
+def test_few_lookups_find_who_holds_a_long_chain():
+    """Each is a read of memory that is nowhere near: what placing a long prompt costs is their number."""
+    index, ids = PrefixIndex(), LONG
+    index.add(1, announced(ids))
+    index.add(2, announced(ids[:100]))
+    asked: list[int] = []
+
+    class Counting(dict[int, int]):
+        def get(self, key: int, default: int = 0) -> int:  # type: ignore[override]
+            asked.append(key)
+            return super().get(key, default)
+
+    index._shards = [Counting(shard) for shard in index._shards]
+    assert held(index, ids) == {1: 300, 2: 100}
+    assert len(asked) < 35
+    asked.clear()
+    assert held(index, ids_of(300, seed=2)) == {}
+    assert len(asked) == ANNOUNCED_EVERY, "nobody knows its beginning"
 
 
 def test_what_is_evicted_is_not_held():

@@ -327,7 +327,7 @@ DAMAGES = [
     Damage(overwritten),
     Damage(garbage, ("header", "truncated", "place", "digest")),
     Damage(with_blocks_swapped, ("digest",)),
-    Damage(out_of_order, ("order",), (0, 1, 2)),
+    Damage(out_of_order, ("order",)),
     Damage(foreign, ("identity",)),
     Damage(disguised, ("digest",)),
     Damage(stale, ("digest",)),
@@ -336,6 +336,17 @@ DAMAGES = [
 ]
 NUM_EACH = -(-NUM_DAMAGED // (len(ROADS) * len(DAMAGES)))
 NUM_EACH_IN_TURNS = 100
+
+
+@pytest.mark.parametrize("road_name", ROADS)
+async def test_what_comes_behind_the_last_block_is_not_even_looked_at(road_name):
+    """The fetch has all that it wants: it ends there, and nothing that follows can spoil it."""
+    rig = Rig(road_name)
+    for bad in (*garbage(rig, 0, random.Random(1)), rig.frames[0], FetchEnd(FetchEndReason.MISSING, 0, "a lie")):
+        assert await rig.attempt([*rig.frames, bad]) == (NUM_BLOCKS, "")
+        rig.check()
+    assert await rig.attempt(rig.frames) == (NUM_BLOCKS, ""), "nor is the end waited for"
+    rig.check()
 
 
 async def expect_misses(road_name: str, damage: Damage, num_damaged: int) -> None:
