@@ -8,11 +8,12 @@ make one group, padded to its longest; of a chunk, some rows at a time do. Also 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as functional
+from torch.nn import functional
 
 from kvferry.engine.attention import paged_attention_operator, softmax
 
@@ -66,7 +67,7 @@ class StepSpans:
         self, begins: Ints, starts: Ints, tables: Ints, table: Ints, block_size: int, device: torch.device
     ) -> None:
         self._begins, self._starts = begins.tolist(), starts.tolist()
-        self._slots = [table[first:last] for first, last in zip(tables[:-1], tables[1:], strict=True)]
+        self._slots = [table[first:last] for first, last in pairwise(tables.tolist())]
         self._block_size, self._device = block_size, device
         self._groups: dict[int, list[Group]] = {}
 
