@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +93,8 @@ class DeviceMemory:
 
     def _lock_pages(self) -> None:
         """So that the device copies by itself, meanwhile. They stay ordinary pages, which other processes can read (the road `shm`)."""
-        runtime, address, num_bytes = torch.cuda.cudart(), self._mirror.blocks.data_ptr(), self._mirror.blocks.nbytes
+        address, num_bytes = self._mirror.blocks.data_ptr(), self._mirror.blocks.nbytes
+        runtime: Any = torch.cuda.cudart()
         error = int(runtime.cudaHostRegister(address, num_bytes, 0))
         if error:
             raise ConfigurationError(

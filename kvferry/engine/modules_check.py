@@ -22,8 +22,8 @@ from kvferry.errors import ConfigurationError
 TOLERANCE = 1e-3
 """Of the largest logit: how far a packed, cut sequence may be from the same one alone, in float32."""
 ROUNDINGS = 16
-"""In 16 bits: so many times the dtype's epsilon. Both runs round each sum once, to half of it at most, but sum in another order; over
-some hundred sums in a row that drifts apart like a random walk, by ten roundings or so. Mixed sequences differ by the logits themselves."""
+"""In 16 bits: so many times the dtype's epsilon. Both runs round each sum to half of it at most, but sum in another order; over some
+hundred sums in a row they drift apart like a random walk, by ten roundings or so. Mixed sequences differ by the logits themselves."""
 SHARE_COMPARED = 0.75
 """In 16 bits, of a sequence's rows: where two experts are all but equally wanted a rounding chooses, and such a row differs by much.
 State that is lost between the two steps shows in two fifths of the rows."""
@@ -174,9 +174,7 @@ def _run_alone(model: PreTrainedModel, trials: list[Trial]) -> list[npt.NDArray[
         model.set_attn_implementation(ATTENTION)
 
 
-def _compare(
-    got: list[npt.NDArray[np.float32]], expected: list[npt.NDArray[np.float32]], dtype: torch.dtype
-) -> None:
+def _compare(got: list[npt.NDArray[np.float32]], expected: list[npt.NDArray[np.float32]], dtype: torch.dtype) -> None:
     is_exact = dtype == torch.float32
     tolerance, share = (TOLERANCE, 1.0) if is_exact else (ROUNDINGS * torch.finfo(dtype).eps, SHARE_COMPARED)
     for packed, alone in zip(got, expected, strict=True):
