@@ -11,6 +11,7 @@ from deploy.local import LocalPlan
 from deploy.options import (
     Address,
     Decode,
+    Device,
     Json,
     Kv,
     Model,
@@ -39,7 +40,8 @@ def bench_load(
     prefill: Prefill = 1,
     decode: Decode = 1,
     weights: Weights = "float32",
-    kv: Kv = "float32",
+    kv: Kv = "auto",
+    device: Device = "cpu",
     on: Annotated[
         Literal["here", "ray"],
         typer.Option("--on", help="Where the load comes from; ray: all nodes of a cluster at once."),
@@ -70,7 +72,7 @@ def bench_load(
     if on == "ray":
         run_command(measure_from_cluster())
         return
-    plan = None if url else LocalPlan(directory_of(model), prefill, decode, weights=weights, kv=kv)
+    plan = None if url else LocalPlan(directory_of(model), prefill, decode, weights=weights, kv=kv, device=device)
     run_command(_at_service(measure, url, plan))
 
 
@@ -99,7 +101,8 @@ def bench_exact(
     prefill: Prefill = 1,
     decode: Decode = 1,
     weights: Weights = "float32",
-    kv: Kv = "float32",
+    kv: Kv = "auto",
+    device: Device = "cpu",
     transport: Transport = "auto",
     as_json: Json = False,
 ) -> None:
@@ -112,11 +115,11 @@ def bench_exact(
     directory = directory_of(model)
 
     async def measure(at: str) -> None:
-        must_equal = (weights, kv) == ("float32", "float32")
+        must_equal = weights == "float32" and kv in ("float32", "auto")
         if not await compare_with_reference(at, directory, prompts, output_tokens, must_equal, as_json, notes):
             raise typer.Exit(1)
 
-    plan = LocalPlan(directory, prefill, decode, weights=weights, kv=kv, transport=transport)
+    plan = LocalPlan(directory, prefill, decode, weights=weights, kv=kv, device=device, transport=transport)
     run_command(_at_service(measure, url, plan))
 
 

@@ -16,6 +16,7 @@ from deploy.local import LocalDeployment, LocalPlan
 from deploy.options import (
     Address,
     Decode,
+    Device,
     EngineKind,
     Json,
     Kv,
@@ -58,7 +59,8 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65534, help="HTTP port; gRPC is the next one. 0: any.")] = 8000,
     kv_tokens: KvTokens = 0,
     weights: Weights = "float32",
-    kv: Kv = "float32",
+    kv: Kv = "auto",
+    device: Device = "cpu",
     transport: Transport = "auto",
     engine: EngineKind = "native",
     sim_shape: SimShape = "smollm2-135m",
@@ -93,6 +95,7 @@ def up(
         engine,
         sim_shape,
         sim_accelerator,
+        device,
         config,
     )
     run_command(_up(plan))

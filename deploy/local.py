@@ -24,7 +24,7 @@ from kvferry.config import home, read_section
 from kvferry.errors import ConfigurationError
 from kvferry.kv.road import roads_called
 from kvferry.process import REFUSED_EXIT_CODE, make_secret
-from kvferry.shape import ModelShape, pool_tokens, read_checkpoint_shape
+from kvferry.shape import ModelShape, cpu_kv, pool_tokens, read_checkpoint_shape
 
 MODULES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
 OWN_KEYS = {"model", "secret_file", "with_parent", "router", "name", "port", "grpc_port", "registry_port", "host"}
@@ -45,13 +45,15 @@ class LocalPlan:
     kv_tokens: int = 0
     """Per worker; 0: from the memory there is."""
     weights: str = "float32"
-    kv: str = "float32"
+    kv: str = "auto"
     transport: str = "auto"
     """How blocks go between workers; "ray" makes them actors of a Ray that is started for them."""
     engine: str = "native"
     """"sim": no model, but its time (kvferry/engine/sim.py)."""
     sim_shape: str = "smollm2-135m"
     sim_accelerator: str = "here"
+    device: str = "cpu"
+    """Of all workers whose section in the configuration file names none."""
     config: Path | None = None
     extra: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """More flags, by role or by a process's name."""
@@ -86,7 +88,7 @@ class LocalDeployment:
         self.weights, self.kv = (same_for_both(plan.config, key, getattr(plan, key)) for key in ("weights", "kv"))
         self.transport = same_for_both(plan.config, "transport", plan.transport)
         roads_called(self.transport)
-        self.kv_tokens = plan.kv_tokens or pool_tokens(self.shape, available, num_workers, self.kv)
+        self.kv_tokens = plan.kv_tokens or pool_tokens(self.shape, available, num_workers, cpu_kv(self.kv))
         self._from_file = {role: self._keys_in_file(role) for role in MODULES}
         self.children: dict[str, Child] = {}
         self._changed = asyncio.Event()
@@ -144,13 +146,19 @@ class LocalDeployment:
     def _worker_arguments(self, name: str) -> list[str]:
         registry = self.children["router"].details["registry"]
         sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens, "weights": self.weights, "kv": self.kv}
-        sizes |= {"transport": self.transport, "engine": self.plan.engine}
+        sizes |= {"transport": self.transport, "engine": self.plan.engine, "device": self.plan.device}
+        if self._device_of(name) != "cpu":
+            sizes["kv_tokens"] = self.plan.kv_tokens  # 0: what the device holds
         if self.plan.engine == "sim":
             sizes |= {"sim_shape": self.plan.sim_shape, "sim_accelerator": self.plan.sim_accelerator}
             sizes["kv_tokens"] = self.plan.kv_tokens  # 0: what the accelerator holds
         from_file = self._from_file[name.partition("-")[0]]
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items() if key not in from_file]
         return [f"--name={name}", f"--router={registry}", *flags]
+
+    def _device_of(self, name: str) -> str:
+        section = read_section(self.plan.config, name.partition("-")[0]) if self.plan.config else {}
+        return str(section.get("device", self.plan.device))
 
     def _keys_in_file(self, role: str) -> set[str]:
         """What the configuration file says of a role; what only this deployment can know must not be in it."""

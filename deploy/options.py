@@ -15,12 +15,18 @@ Decode = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
 KvTokens = Annotated[int, typer.Option("--kv-tokens", min=0, help="Tokens per pool; 0: from the memory there is.")]
 Weights = Annotated[
     Literal["float32", "float16", "bfloat16", "int8", "auto"],
-    typer.Option("--weights", help="How weights are kept; auto is float16, unless a weight does not fit."),
+    typer.Option(
+        "--weights",
+        help="How weights are kept; auto is float16, unless a weight does not fit; on a device the checkpoint's.",
+    ),
 ]
 Kv = Annotated[
-    Literal["float32", "bfloat16"],
-    typer.Option("--kv", help="What the pools keep and ship; bfloat16 has half the bytes."),
+    Literal["float32", "float16", "bfloat16", "auto"],
+    typer.Option(
+        "--kv", help="What the pools keep and ship; 16 bits are half the bytes; auto: float32, on a device as weights."
+    ),
 ]
+Device = Annotated[str, typer.Option("--device", help="Where workers' steps run: cpu, cuda or cuda:N.")]
 Transport = Annotated[
     str,
     typer.Option(

@@ -112,7 +112,7 @@ class WorkerConfig(_Config):
     router: list[str] = Field(default_factory=lambda: ["127.0.0.1:8002"])
     """Registry addresses (host:port) of the routers to join."""
     kv_tokens: int = Field(0, ge=0)
-    """Tokens that the block pool holds; 0: from the memory there is."""
+    """Tokens that the block pool holds; 0: from the memory there is, on a device all that is free."""
     block_size: int = 16
     """Tokens per block: 16, 32 or 64. The same in the whole deployment."""
     context_tokens: int = Field(0, ge=0)
@@ -128,9 +128,13 @@ class WorkerConfig(_Config):
     weights: str = Field("float32", pattern="^(float32|float16|bfloat16|int8|auto)$")
     """How weights are kept: float32; float16 at half the memory traffic; bfloat16 likewise, with activations rounded to it, too:
     faster with AVX512-BF16; int8 at a quarter, with a loss (`kvferry bench quality`); auto: float16, unless a weight does
-    not fit into it. The same in the whole deployment."""
-    kv: str = Field("float32", pattern="^(float32|bfloat16)$")
-    """What the pool keeps and ships: float32, or bfloat16 at half the bytes. The same in the whole deployment."""
+    not fit into it. On a device: float32, float16, bfloat16 (activations are the same), or auto: the checkpoint's own. The same in
+    the whole deployment."""
+    kv: str = Field("auto", pattern="^(float32|float16|bfloat16|auto)$")
+    """What the pool keeps and ships: float32, or bfloat16 (on a device also float16) at half the bytes; auto: float32, on a device
+    what the weights are, which loses nothing. The same in the whole deployment."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Where steps run: cpu, cuda or cuda:N. On a device, through transformers' modules; the pool has a mirror in the host's memory."""
     transport: str = "auto"
     """How blocks go to other workers and come from them: shm, ray, grpc or inproc alone, or auto: the best that both ends have."""
     fetch_queued_s: float = Field(300.0, gt=0)

@@ -112,6 +112,11 @@ def pool_tokens(shape: ModelShape, available_bytes: int, num_pools: int, dtype: 
     return max(int(budget) // shape.kv_bytes_per_token(dtype), 64)
 
 
+def cpu_kv(kv: str) -> str:
+    """What a pool on the CPU keeps: `auto` is float32 there."""
+    return "float32" if kv == "auto" else kv
+
+
 def human_bytes(count: float) -> str:
     """In binary units, three figures: 1,536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -6,9 +6,9 @@ from typing import Any
 import psutil
 
 from deploy.cluster.plan import ClusterPlan, plan_of, read_plan
-from kvferry.shape import pool_tokens, read_checkpoint_shape
+from kvferry.shape import cpu_kv, pool_tokens, read_checkpoint_shape
 
-SETTINGS = ("kv_tokens", "weights", "kv", "transport", "engine", "sim_shape", "sim_accelerator")
+SETTINGS = ("kv_tokens", "weights", "kv", "device", "transport", "engine", "sim_shape", "sim_accelerator")
 """Flags that are settings of both kinds of worker."""
 
 
@@ -26,14 +26,20 @@ def plan_from_flags(deployment: Path | None, given: dict[str, Any], is_here: boo
         content["router"] |= ports
     content["settings"] |= {name: given[name] for name in SETTINGS if name in given and given[name] != 0}
     plan = plan_of(content)
-    if is_here and plan.model and "kv_tokens" not in plan.settings and plan.settings.get("engine") != "sim":
+    is_told = "kv_tokens" in plan.settings or plan.settings.get("engine") == "sim" or _has_devices(plan)
+    if is_here and plan.model and not is_told:
         content["settings"]["kv_tokens"] = _tokens_here(plan)
     return plan_of(content)
+
+
+def _has_devices(plan: ClusterPlan) -> bool:
+    """Workers on a device ask it how many tokens it holds."""
+    settings = (plan.settings, plan.prefill.settings, plan.decode.settings)
+    return any(one.get("device", "cpu") != "cpu" for one in settings)
 
 
 def _tokens_here(plan: ClusterPlan) -> int:
     available = psutil.virtual_memory().available
     num_workers = plan.prefill.count + plan.decode.count
-    return pool_tokens(
-        read_checkpoint_shape(Path(plan.model)), available, num_workers, str(plan.settings.get("kv", "float32"))
-    )
+    kv = cpu_kv(str(plan.settings.get("kv", "auto")))
+    return pool_tokens(read_checkpoint_shape(Path(plan.model)), available, num_workers, kv)

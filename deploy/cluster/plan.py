@@ -101,6 +101,11 @@ class ClusterPlan(_Part):
                     known = ", ".join(sorted(set(kind.model_fields) - CLUSTER_KEYS))
                     raise ConfigurationError(f"{role}: unknown setting {name!r}; known: {known}")
             read_config(kind, self.flags(role))
+            if given.get("device", "cpu") != "cpu" and not self.pool(role).gpus:
+                raise ConfigurationError(
+                    f"{role}: device is {given['device']!r}, but gpus is 0: Ray shows an actor the accelerators that it asks for; "
+                    "say gpus: 1"
+                )
 
     def without_counts(self) -> dict[str, Any]:
         """What two plans must share for one to be the other scaled."""

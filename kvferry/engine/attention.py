@@ -118,7 +118,7 @@ def _attend(
         columns = torch.arange(first + low, first + high, device=keys.device)
         is_hidden = (columns > rows) | (columns <= rows - window) if window else columns > rows
         scores = (query[:, :, begin:end].flatten(1, 2) @ key[:, :, low:high]).unflatten(1, (groups, end - begin))
-        shares = _softmax(scores, is_hidden, softcap, sinks)
+        shares = softmax(scores, is_hidden, softcap, sinks)
         output[:, :, begin:end] = _weighted(shares, value[:, low:high], is_hidden)
     return output.permute(2, 0, 1, 3).flatten(1, 2).to(queries.dtype)
 
@@ -134,7 +134,7 @@ def _weighted(shares: torch.Tensor, value: torch.Tensor, is_hidden: torch.Tensor
     return torch.stack([shares[:, :, row] @ values for row, values in enumerate(seen)], dim=2)
 
 
-def _softmax(scores: torch.Tensor, is_hidden: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> torch.Tensor:
+def softmax(scores: torch.Tensor, is_hidden: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> torch.Tensor:
     """Over the last dimension of `scores` [KV heads, groups, rows, columns]; what is hidden gets nothing."""
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -7,6 +7,7 @@ and equal tokens give equal output wherever and however they were computed. Used
 """
 
 import ctypes
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import xxhash
@@ -31,6 +32,12 @@ class BytesMemory:
     def view(self, slot: int) -> memoryview:
         size = self.format.block_bytes
         return self._bytes[slot * size : (slot + 1) * size]
+
+    def to_host(self, slots: Sequence[int]) -> None:
+        """Steps run over these very bytes."""
+
+    def filled(self, slots: Sequence[int]) -> None:
+        """Steps run over these very bytes."""
 
 
 class FakeRunner:

@@ -1,7 +1,8 @@
 """Runs plans with transformers' own modules over the paged pool: any decoder whose attention goes through their interface.
 
-Several sequences are packed into one row of tokens; the attention function (modules_attention.py) tells them apart. float32. A step's
-rows are padded to MIN_ROWS. Made by `load_modules` (modules_load.py), which refuses what it cannot run.
+Several sequences are packed into one row of tokens; the attention function (modules_attention.py) tells them apart. float32 on the CPU,
+what the model was loaded in on a device. A step's rows are padded to MIN_ROWS. Made by `load_modules` (modules_load.py), which refuses
+what it cannot run.
 """
 
 import inspect
@@ -12,6 +13,9 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from kvferry.engine.attention import paged_attention_operator
+from kvferry.engine.device_attention import StepSpans, attend_on_device
+from kvferry.engine.device_memory import DeviceMemory
 from kvferry.engine.modules_attention import LayerCall, ModulesBatch
 from kvferry.engine.modules_shape import ModulesShape
 from kvferry.engine.packing import PackedChunks
@@ -21,13 +25,15 @@ from kvferry.engine.scoring import score_chunks
 from kvferry.engine.torch_memory import TorchMemory
 
 MIN_ROWS = 5
-"""A float32 product's rows have the same bits whatever their number from here up (measured with MKL); fewer are padded."""
+"""A float32 product's rows have the same bits whatever their number from here up (measured with MKL); fewer are padded.
+
+Of other dtypes and devices nothing of the kind is known, nor promised."""
 
 
 class ModulesRunner:
-    """A runner over a `TorchMemory` of `shape`. `model` has the attention implementation `ATTENTION`."""
+    """A runner over a memory of `shape`, which lies where `model` does. That has the attention implementation `ATTENTION`."""
 
-    def __init__(self, model: PreTrainedModel, shape: ModulesShape, memory: TorchMemory):
+    def __init__(self, model: PreTrainedModel, shape: ModulesShape, memory: TorchMemory | DeviceMemory):
         self.model, self.shape, self.memory = model, shape, memory
         self._can_choose_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -55,7 +61,7 @@ class ModulesRunner:
         self,
         chunks: tuple[Chunk, ...],
         logit_rows: Sequence[int],
-        memory: TorchMemory,
+        memory: TorchMemory | DeviceMemory,
         on_call: Callable[[LayerCall], None] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Computes the chunks' KV into `memory`; returns the logits after `logit_rows` [len(logit_rows), vocabulary].
@@ -63,6 +69,7 @@ class ModulesRunner:
         Rows count over the tokens of all chunks, in order. `on_call` hears of each layer's attention.
         """
         device, packed = memory.blocks.device, PackedChunks.of(chunks, memory.format.block_size)
+        memory.begin_step(packed.table, packed.slots)
         lacking = max(MIN_ROWS - len(packed.tokens), 0)
         tokens, positions = (np.pad(one, (0, lacking)) for one in (packed.tokens, packed.positions))
         kept = [*logit_rows, *[0] * max(MIN_ROWS - len(logit_rows), 0)] if logit_rows else []
@@ -78,21 +85,25 @@ class ModulesRunner:
             ),
         )
         logits = output.logits[0] if self._can_choose_rows else output.logits[0, kept]
-        return logits[: len(logit_rows)].float().cpu().numpy()
+        found = logits[: len(logit_rows)].float().cpu().numpy()
+        memory.end_step()
+        return found
 
 
-def _batch(packed: PackedChunks, memory: TorchMemory, on_call: Callable[[LayerCall], None] | None) -> ModulesBatch:
-    def tensor(array: npt.NDArray[np.int32], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.from_numpy(array).to(memory.blocks.device, dtype)
-
-    return ModulesBatch(
-        memory=memory,
-        num_rows=len(packed.tokens),
-        slots=tensor(packed.slots, torch.long),
-        offsets=tensor(packed.offsets, torch.long),
-        begins=tensor(packed.begins),
-        starts=tensor(packed.positions[packed.begins[:-1]]),
-        tables=tensor(packed.tables),
-        table=tensor(packed.table),
-        on_call=on_call,
+def _batch(
+    packed: PackedChunks, memory: TorchMemory | DeviceMemory, on_call: Callable[[LayerCall], None] | None
+) -> ModulesBatch:
+    slots, offsets = (
+        torch.from_numpy(array).to(memory.blocks.device, torch.long) for array in (packed.slots, packed.offsets)
     )
+    return ModulesBatch(memory, len(packed.tokens), slots, offsets, _attention(packed, memory), on_call)
+
+
+def _attention(packed: PackedChunks, memory: TorchMemory | DeviceMemory) -> Callable[..., torch.Tensor]:
+    numbers = (packed.begins, packed.positions[packed.begins[:-1]], packed.tables, packed.table)
+    keys, values = memory.keys, memory.values
+    if isinstance(memory, DeviceMemory):
+        spans = StepSpans(*numbers, block_size=memory.format.block_size, device=memory.blocks.device)
+        return lambda queries, layer, *how: attend_on_device(queries, keys, values, layer, spans, *how)
+    tensors = [torch.from_numpy(array) for array in numbers]
+    return lambda queries, layer, *how: paged_attention_operator(queries, keys, values, layer, *tensors, *how)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvferry.engine.attention import paged_attention_operator
+from kvferry.engine.device_memory import DeviceMemory
 from kvferry.engine.torch_memory import TorchMemory
 from kvferry.errors import ConfigurationError
 
@@ -49,17 +49,14 @@ class LayerCall:
 class ModulesBatch:
     """A step's rows: `num_rows` real ones, then padding, which neither writes nor reads the pool."""
 
-    memory: TorchMemory
+    memory: TorchMemory | DeviceMemory
     num_rows: int
     slots: torch.Tensor
     """[num_rows]: the slot that each row's KV goes to."""
     offsets: torch.Tensor
     """[num_rows]: its token's place within the block."""
-    begins: torch.Tensor
-    starts: torch.Tensor
-    tables: torch.Tensor
-    table: torch.Tensor
-    """These four: the spans, as `paged_attention_operator` takes them."""
+    attend: Callable[[torch.Tensor, int, float, int, float, torch.Tensor | None], torch.Tensor]
+    """Paged attention over the step's spans, from queries [rows, heads, dim], layer, scale, window, softcap and sinks."""
     on_call: Callable[[LayerCall], None] | None = None
 
 
@@ -94,20 +91,8 @@ def attend_paged(
     window = sliding_window or 0
     if batch.on_call is not None:
         batch.on_call(LayerCall(layer, window, attention_mask))
-    attended = paged_attention_operator(
-        query[0].transpose(0, 1),
-        batch.memory.keys,
-        batch.memory.values,
-        layer,
-        batch.begins,
-        batch.starts,
-        batch.tables,
-        batch.table,
-        1 / math.sqrt(query.shape[-1]) if scaling is None else scaling,
-        window,
-        softcap or 0.0,
-        s_aux,
-    )
+    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    attended = batch.attend(query[0].transpose(0, 1), layer, scale, window, softcap or 0.0, s_aux)
     return attended[None], None
 
 
@@ -120,8 +105,9 @@ def _write(batch: ModulesBatch, layer: int, name: str, key: torch.Tensor, value:
                 f"{name} has {part.shape[1]} KV heads of size {part.shape[3]}, "
                 f"the pool {num_layers} layers of {num_kv_heads} heads of size {dim}"
             )
-    keys[batch.slots, layer, :, :, batch.offsets] = key[0, :, : batch.num_rows].transpose(0, 1)
-    values[batch.slots, layer, :, batch.offsets] = value[0, :, : batch.num_rows].transpose(0, 1)
+    new_keys, new_values = (part[0, :, : batch.num_rows].transpose(0, 1).to(keys.dtype) for part in (key, value))
+    keys[batch.slots, layer, :, :, batch.offsets] = new_keys
+    values[batch.slots, layer, :, batch.offsets] = new_values
 
 
 def describe_mask(*_: object, mask_function: Callable[..., torch.Tensor], **__: object) -> Mask:

@@ -1,7 +1,7 @@
 """From a checkpoint directory and a block memory to a checked `ModulesRunner`.
 
 transformers only warns of tensors that are missing, unknown or of another shape; here they are refused. Weights are read from
-safetensors alone, mapped, and become float32.
+safetensors alone, mapped, and become `dtype`, where the memory's blocks are.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from kvferry.engine.checkpoint import Tensors
+from kvferry.engine.device_memory import DeviceMemory
 from kvferry.engine.modules import ModulesRunner
 from kvferry.engine.modules_attention import ATTENTION
 from kvferry.engine.modules_check import check
@@ -24,8 +25,9 @@ from kvferry.errors import ConfigurationError
 def load_modules(
     directory: Path,
     config: PretrainedConfig,
-    memory: TorchMemory,
+    memory: TorchMemory | DeviceMemory,
     on_progress: Callable[[float], None] = lambda share: None,
+    dtype: torch.dtype = torch.float32,
 ) -> ModulesRunner:
     """`memory` is sized by `modules_shape`. Raises ConfigurationError if the model cannot be run as it is."""
     on_progress(0.0)
@@ -34,7 +36,7 @@ def load_modules(
     if given != wanted:
         raise ConfigurationError(f"{directory} needs a pool of layers, KV heads and head size {wanted}, not {given}")
     Tensors(directory)  # refuses a directory without whole safetensors
-    model = _load(directory)
+    model = _load(directory, dtype, memory.blocks.device if isinstance(memory, DeviceMemory) else None)
     on_progress(0.9)
     runner = ModulesRunner(model, shape, memory)
     check(runner)
@@ -42,13 +44,14 @@ def load_modules(
     return runner
 
 
-def _load(directory: Path) -> PreTrainedModel:
+def _load(directory: Path, dtype: torch.dtype, device: torch.device | None) -> PreTrainedModel:
     logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             attn_implementation=ATTENTION,
-            dtype=torch.float32,
+            dtype=dtype,
+            device_map={"": device} if device else None,  # each weight goes there as it is read
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,

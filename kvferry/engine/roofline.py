@@ -15,6 +15,8 @@ from kvferry.engine.plan import Plan
 BYTES_PER_WEIGHT = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0625}
 """int8 with a scale for each group of 64."""
 MULTIPLY_ROUNDS, READ_NUMBERS = 1_000_000, 32 * 1024 * 1024
+DEVICE_SIDE, DEVICE_NUMBERS, DEVICE_ROUNDS = 4096, 64 * 1024 * 1024, 16
+"""Of the matrices that a device multiplies, and of the float32 numbers that it reads; so often that a start does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,25 @@ def measure_ceilings(weights: str = "float32") -> Ceilings:
     operations = library.multiply_much(KINDS[weights], MULTIPLY_ROUNDS, num_threads)
     seconds = _best(lambda: library.multiply_much(KINDS[weights], MULTIPLY_ROUNDS, num_threads))
     return Ceilings(operations / seconds, count * 4 / _best(lambda: library.read_much(address, count, num_threads)))
+
+
+def measure_device_ceilings(
+    weights: str, name: str, side: int = DEVICE_SIDE, num_numbers: int = DEVICE_NUMBERS
+) -> Ceilings:
+    """Of the torch device of that name: a square product in the weights' dtype, a sum of float32 numbers; each at its best of five."""
+    import torch
+
+    from kvferry.engine.device import synchronize
+    from kvferry.engine.torch_memory import DTYPES
+
+    device = torch.device(name)
+
+    def seconds(work: Callable[[], object]) -> float:
+        return _best(lambda: ([work() for _ in range(DEVICE_ROUNDS)], synchronize(device))) / DEVICE_ROUNDS
+
+    left, right = torch.randn(2, side, side, device=device).to(DTYPES[weights])
+    data = torch.ones(num_numbers, device=device)
+    return Ceilings(2 * side**3 / seconds(lambda: left @ right), data.nbytes / seconds(data.sum))
 
 
 def _best(work: Callable[[], object], times: int = 5) -> float:

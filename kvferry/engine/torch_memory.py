@@ -3,12 +3,20 @@
 import contextlib
 import math
 import mmap
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvferry.kv.memory import BlockFormat
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Its name in DTYPES."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 class TorchMemory:
@@ -23,14 +31,11 @@ class TorchMemory:
         head_size: int,
         dtype: str = "float32",
     ):
-        """`dtype` is float32 or bfloat16."""
+        """`dtype` is one of DTYPES."""
         shape = (num_layers, 2, num_kv_heads, block_size, head_size)
         numbers = (num_slots + 1, num_layers, 2, num_kv_heads, block_size * head_size)
         self.blocks = _zeros(math.prod(numbers), DTYPES[dtype]).view(numbers)
-        self.keys = self.blocks[:, :, 0].unflatten(-1, (head_size, block_size))
-        """[slot, layer, KV head, dim, token]"""
-        self.values = self.blocks[:, :, 1].unflatten(-1, (block_size, head_size))
-        """[slot, layer, KV head, token, dim]"""
+        self.keys, self.values = keys_and_values(self.blocks, block_size)
         self.format = BlockFormat(dtype, shape, block_size, self.blocks[0].numel() * self.blocks.element_size())
         self.num_slots = num_slots
         self.address: int | None = self.blocks.data_ptr()
@@ -39,6 +44,24 @@ class TorchMemory:
     def view(self, slot: int) -> memoryview:
         size = self.format.block_bytes
         return self._bytes[slot * size : (slot + 1) * size]
+
+    def to_host(self, slots: Sequence[int]) -> None:
+        """Steps run over these very bytes."""
+
+    def filled(self, slots: Sequence[int]) -> None:
+        """Steps run over these very bytes."""
+
+    def begin_step(self, read: npt.NDArray[np.int32], written: npt.NDArray[np.int32]) -> None:
+        """Nothing is anywhere else."""
+
+    def end_step(self) -> None:
+        """A step has written when it returns."""
+
+
+def keys_and_values(blocks: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of [slot, layer, K and V, KV head, numbers]: [slot, layer, KV head, dim, token] and [..., token, dim]."""
+    dim = blocks.shape[-1] // block_size
+    return blocks[:, :, 0].unflatten(-1, (dim, block_size)), blocks[:, :, 1].unflatten(-1, (block_size, dim))
 
 
 def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:

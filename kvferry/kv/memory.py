@@ -1,5 +1,6 @@
 """Where blocks' bytes are. Pool, frames and fetches see only this protocol; the engine has its implementations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,11 @@ class BlockFormat:
 
 
 class BlockMemory(Protocol):
-    """`num_slots` + 1 runs of `format.block_bytes` bytes; slot 0 is padding."""
+    """`num_slots` + 1 runs of `format.block_bytes` bytes in the host's memory; slot 0 is padding.
+
+    Where steps run on a device, its blocks are there as well: who reads what steps wrote calls `to_host` before, who has written what
+    steps shall read calls `filled` after. Where they are the same bytes, both do nothing.
+    """
 
     @property
     def format(self) -> BlockFormat: ...
@@ -37,4 +42,12 @@ class BlockMemory(Protocol):
 
     def view(self, slot: int) -> memoryview:
         """The slot's bytes, writable, flat, without a copy. The caller holds a reference, or fills the slot."""
+        ...
+
+    def to_host(self, slots: Sequence[int]) -> None:
+        """Returns when `view` and `address` show what steps wrote. The slots are sealed, and the caller holds references."""
+        ...
+
+    def filled(self, slots: Sequence[int]) -> None:
+        """The caller has written all of these slots, which it fills: a step that reads one sees that."""
         ...

@@ -8,19 +8,20 @@ import signal
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from kvferry.config import DecodeConfig, WorkerConfig, home
 from kvferry.engine.engine import Engine
-from kvferry.engine.roofline import Ceilings, measure_ceilings
+from kvferry.engine.roofline import Ceilings, measure_ceilings, measure_device_ceilings
 from kvferry.engine.unpack import make_model
 from kvferry.kv.road import roads_called
 from kvferry.process import read_secret, read_tls, say_state
 from kvferry.racing import until_first
 from kvferry.rpc.links import GrpcDialer, add_decode_service, add_fetch_service, bind, new_server
-from kvferry.shape import pool_tokens, read_checkpoint_shape, read_shape
+from kvferry.shape import cpu_kv, pool_tokens, read_checkpoint_shape, read_shape
 from kvferry.streams import Dialer
 from kvferry.worker.allocation import keep_freed_memory
 from kvferry.worker.draining import Draining
@@ -55,20 +56,32 @@ async def _load(config: WorkerConfig) -> Loaded:
     from kvferry.engine.load import EngineSettings, load_engine
 
     directory = await asyncio.to_thread(make_model, config.model, home())
-    available, shape = psutil.virtual_memory().available, read_checkpoint_shape(directory)
     settings = EngineSettings(
-        kv_tokens=config.kv_tokens or pool_tokens(shape, available, num_pools=2, dtype=config.kv),
+        kv_tokens=config.kv_tokens or _pool_tokens(config, directory),
         block_size=config.block_size,
         context_tokens=config.context_tokens,
         num_threads=config.threads,
         weights=config.weights,
         kv=config.kv,
+        device=config.device,
     )
     engine = await asyncio.to_thread(
         load_engine, directory, settings, lambda share: say_state("loading", share=round(share, 2))
     )
-    ceilings = await asyncio.to_thread(measure_ceilings, engine.costs.weights)
+    ceilings = await asyncio.to_thread(_ceilings, engine.costs.weights, config.device)
     return Loaded(engine, ThreadExecutor(engine.runner), ceilings)
+
+
+def _pool_tokens(config: WorkerConfig, directory: Path) -> int:
+    """0 on a device, which the engine asks what it has."""
+    if config.device != "cpu":
+        return 0
+    available = psutil.virtual_memory().available
+    return pool_tokens(read_checkpoint_shape(directory), available, num_pools=2, dtype=cpu_kv(config.kv))
+
+
+def _ceilings(weights: str, device: str) -> Ceilings:
+    return measure_ceilings(weights) if device == "cpu" else measure_device_ceilings(weights, device)
 
 
 async def _simulate(config: WorkerConfig) -> Loaded:

@@ -290,6 +290,7 @@ class BlockReader:
 
         self._copier.each(copy, len(slots), len(slots) * block_bytes)
         num_good = min(faults, default=len(slots))
+        self._memory.filled(slots[:num_good])
         for slot in slots[:num_good]:
             sequence.received(slot)
         for slot in reversed(slots[num_good:]):

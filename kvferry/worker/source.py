@@ -316,6 +316,7 @@ class _Serving:
         self._in_flight[self._frame_number] = hold
         slots = [slot for id_ in ids if (slot := hold.adopt(id_)) is not None]
         assert len(slots) == count, "nothing is evicted between two statements"
+        self._memory.to_host(slots)
         digests = [self._source.digest(id_, slot) for id_, slot in zip(ids, slots, strict=True)]
         cargo = outlet.load(slots)
         header = pack_header(form, self._next, ids, digests)

@@ -1,5 +1,6 @@
 """Deployment files, what fits where, and what is wanted after each change: without Ray."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,11 @@ def test_what_is_no_plan_is_named_with_its_file(tmp_path, content, words):
         ({"decode": {"settings": {"name": "mine"}}}, "'name' is the deployment's own"),
         ({"decode": {"settings": {"drain_s": 5}}}, "'drain_s' is the deployment's own"),
         ({"decode": {"settings": {"weights": "int3"}}}, "weights"),
+        ({"settings": {"device": "tpu"}}, "device"),
+        (
+            {"settings": {"device": "cuda"}, "prefill": {"gpus": 1}},
+            "decode: device is 'cuda', but gpus is 0: .*say gpus: 1",
+        ),
         ({"decode": {"count": 0}}, "without a decode worker"),
     ],
 )
@@ -70,6 +76,21 @@ def test_a_flag_counts_more_than_the_file(tmp_path):
     assert (plan.decode.count, plan.decode.cpus) == (3, 2)
     assert (plan.router.port, plan.router.grpc_port, plan.router.registry_port) == (9000, 9001, 9002)
     assert "--threads=2" in plan.flags("decode")
+
+
+def test_workers_on_a_device_are_not_told_what_this_machines_memory_holds(tmp_path):
+    shape = dict(num_hidden_layers=1, num_attention_heads=1, hidden_size=8, intermediate_size=8, vocab_size=9)
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    file = tmp_path / "deployment.yaml"
+    for content, is_told in (
+        ({}, True),
+        ({"settings": {"device": "cuda"}}, False),
+        ({"decode": {"settings": {"device": "cuda"}}}, False),
+    ):
+        file.write_text(yaml.safe_dump({"model": str(tmp_path), **content}))
+        assert ("kv_tokens" in plan_from_flags(file, {}, is_here=True).settings) == is_told
+    plan = plan_from_flags(None, {"model": tmp_path, "device": "cuda:1"}, is_here=True)
+    assert plan.settings == {"device": "cuda:1"}
 
 
 def test_plans_that_differ_in_counts_alone_are_one_deployment_scaled():
