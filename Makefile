@@ -21,6 +21,7 @@ soak: $(STAMP)
 	$(BIN)/kvferry model unpack
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/kvferry bench exact --prompts 200
+	for road in inproc shm ray grpc; do $(BIN)/kvferry bench exact --prompts 40 --transport $$road || exit 1; done
 
 bench-engine: $(STAMP)
 	@test -n "$(PEERS)" || { echo "make bench-engine PEERS=DIR: where the peers' environments and models are (loadtest/contenders.py says which)"; exit 2; }

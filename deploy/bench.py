@@ -106,7 +106,8 @@ def bench_exact(
     transport: Transport = "auto",
     as_json: Json = False,
 ) -> None:
-    """Token ids through the service against plain transformers, greedy, float32. Exit code 1 if they differ.
+    """Token ids through the service against plain transformers, greedy, float32. Exit code 1 if they differ, or if blocks came over
+    another road than a named one.
 
     With other weights or KV than float32 it tells how many answers part, and where; with --url, say what the service has.
     """
@@ -116,7 +117,9 @@ def bench_exact(
 
     async def measure(at: str) -> None:
         must_equal = weights == "float32" and kv in ("float32", "auto")
-        if not await compare_with_reference(at, directory, prompts, output_tokens, must_equal, as_json, notes):
+        if not await compare_with_reference(
+            at, directory, prompts, output_tokens, must_equal, as_json, notes, transport
+        ):
             raise typer.Exit(1)
 
     plan = LocalPlan(directory, prefill, decode, weights=weights, kv=kv, device=device, transport=transport)

@@ -6,8 +6,11 @@ its two best logits are closer than EXCUSE_GAP may differ: such excuses are coun
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
@@ -62,22 +65,34 @@ def make_prompts(directory: Path, count: int) -> list[tuple[str, list[int]]]:
 
 
 async def compare_with_reference(
-    url: str, directory: Path, num_prompts: int, output_tokens: int, must_equal: bool, as_json: bool, notes: Console
+    url: str,
+    directory: Path,
+    num_prompts: int,
+    output_tokens: int,
+    must_equal: bool,
+    as_json: bool,
+    notes: Console,
+    road: str = "auto",
 ) -> bool:
-    """Prints what was found; True if token ids are equal but for few enough excuses, or need not be."""
+    """Prints what was found; True if token ids are equal but for few enough excuses, or need not be.
+
+    And if all blocks came over `road`, and some did, where one is named: a road that does not work leaves the answers right.
+    """
     prompts = make_prompts(directory, num_prompts)
     notes.print(f"asking the service for {len(prompts)} answers")
     answers: list[list[int]] = []
-    blocks = 0
+    blocks = Counter[str]()
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
         await check_ready(client, url)
         for _, tokens in prompts:
-            answer, fetched = await _ask(client, url, tokens, output_tokens)
+            answer, numbers = await _ask(client, url, tokens, output_tokens)
             answers.append(answer)
-            blocks += fetched
+            if numbers["fetched_blocks"]:
+                blocks[str(numbers["road"])] += int(numbers["fetched_blocks"])
     notes.print("computing the reference")
     comparisons = await asyncio.to_thread(_compare, directory, prompts, answers, notes)
-    return _report(comparisons, blocks, must_equal, as_json) or not must_equal
+    is_right_road = road == "auto" or list(blocks) == [road]
+    return (_report(comparisons, blocks, road, must_equal, as_json) or not must_equal) and is_right_road
 
 
 def _compare(
@@ -96,7 +111,10 @@ def _compare(
     return comparisons
 
 
-async def _ask(client: httpx.AsyncClient, url: str, tokens: list[int], output_tokens: int) -> tuple[list[int], int]:
+async def _ask(
+    client: httpx.AsyncClient, url: str, tokens: list[int], output_tokens: int
+) -> tuple[list[int], dict[str, Any]]:
+    """The answer, and the numbers of its life."""
     body = {
         "prompt": tokens,
         "max_tokens": output_tokens,
@@ -108,10 +126,13 @@ async def _ask(client: httpx.AsyncClient, url: str, tokens: list[int], output_to
     if response.status_code != 200:
         raise KvferryError(f"HTTP {response.status_code} for a prompt of {len(tokens)} tokens: {response.text[:300]}")
     content = response.json()
-    return content["choices"][0]["token_ids"], content["kvferry"][0]["fetched_blocks"]
+    return content["choices"][0]["token_ids"], content["kvferry"][0]
 
 
-def _report(comparisons: list[Comparison], num_blocks: int, must_equal: bool, as_json: bool) -> bool:
+def _report(
+    comparisons: list[Comparison], blocks: Mapping[str, int], road: str, must_equal: bool, as_json: bool
+) -> bool:
+    """`blocks`: how many came over which road."""
     excused = [one for one in comparisons if one.is_excused]
     wrong = [one for one in comparisons if one.index is not None and not one.is_excused]
     holds = not wrong and len(excused) <= MAX_SHARE_EXCUSED * len(comparisons)
@@ -121,7 +142,10 @@ def _report(comparisons: list[Comparison], num_blocks: int, must_equal: bool, as
             {"figure": "prompts_equal", "value": equal, "unit": "prompts", "target": len(comparisons), "holds": holds},
             {"figure": "prompts_excused", "value": len(excused), "unit": "prompts"},
             {"figure": "prompts_wrong", "value": len(wrong), "unit": "prompts", "target": 0, "holds": not wrong},
-            {"figure": "blocks_fetched", "value": num_blocks, "unit": "blocks"},
+            *(
+                {"figure": f"blocks_fetched_{name}", "value": count, "unit": "blocks"}
+                for name, count in (blocks or {"none": 0}).items()
+            ),
         ]
         for figure in figures:
             print(json.dumps(figure))
@@ -130,7 +154,8 @@ def _report(comparisons: list[Comparison], num_blocks: int, must_equal: bool, as
         word = "excused" if one.is_excused else "WRONG" if must_equal else "parts"
         print(f"{word}: {one.num_prompt_tokens} tokens of {one.kind} differ from step {one.index} (gap {one.gap:.2e})")
     word = "wrong" if must_equal else "part from the reference"
-    print(
-        f"{equal} of {len(comparisons)} prompts equal, {len(excused)} excused, {len(wrong)} {word}; {num_blocks} blocks fetched"
-    )
+    came = ", ".join(f"{count} blocks fetched over {name}" for name, count in blocks.items()) or "no blocks fetched"
+    print(f"{equal} of {len(comparisons)} prompts equal, {len(excused)} excused, {len(wrong)} {word}; {came}")
+    if road != "auto" and list(blocks) != [road]:
+        print(f"WRONG: all of the blocks should have come over {road}")
     return holds
