@@ -6,11 +6,12 @@ A real reader, over each road's real ends; the source is a script that meets it 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 
 import kvferry.worker.copier
@@ -21,8 +22,9 @@ from kvferry.errors import FetchFailed
 from kvferry.kv.block_id import chain_root, extend_chain
 from kvferry.kv.frame import PROBE_IDS, block_digest, pack_header
 from kvferry.kv.pool import BlockPool
-from kvferry.kv.road import known_roads
+from kvferry.kv.road import Road, known_roads
 from kvferry.kv.roads.in_process import InProcessInlet
+from kvferry.kv.roads.object_store import ObjectStoreInlet
 from kvferry.messages import (
     FetchDown,
     FetchEnd,
@@ -46,7 +48,7 @@ from kvferry.worker.reader import BlockReader, FetchReport
 from loadtest.virtual_time import run_virtual
 
 NUM_DAMAGED = 100_000
-ROADS = ("inproc", "shm", "grpc")
+ROADS = ("inproc", "shm", "grpc", "ray")
 SIZE, PER_FRAME, NUM_FRAMES = 2, 3, 2
 NUM_BLOCKS = PER_FRAME * NUM_FRAMES
 NUM_PROBED = 2
@@ -63,11 +65,38 @@ COMPLETE = FetchEnd(FetchEndReason.COMPLETE, NUM_BLOCKS)
 DAMAGE_KINDS = ("truncated", "header", "version", "layout", "shape", "identity", "order", "place", "digest")
 
 
+class FromStore(ObjectStoreInlet):
+    """The object store's end of the road; what an actor would have yielded is what the frame carries in these tests."""
+
+    def __init__(self) -> None:
+        super().__init__(None, lambda: None)
+
+    async def arrive(self, frame: Frame, num_blocks: int, block_bytes: int) -> None:
+        content = np.frombuffer(frame.payload, np.uint8)
+        shipment = [content[at : at + block_bytes] for at in range(0, len(content), block_bytes)]
+
+        async def yielded() -> AsyncIterator[asyncio.Future[Any]]:
+            reference = asyncio.get_running_loop().create_future()
+            reference.set_result(shipment)
+            yield reference
+
+        self._generator = yielded()
+        await super().arrive(frame, num_blocks, block_bytes)
+
+
+async def enter_store(offer: bytes, ticket: bytes) -> FromStore:
+    return FromStore()
+
+
+def road_called(name: str) -> Road:
+    return replace(known_roads()["grpc"], name="ray", enter=enter_store) if name == "ray" else known_roads()[name]
+
+
 class Script:
     """Dialer and stream in one: plays `messages` to each fetch, and then ends the stream."""
 
     def __init__(self, road_name: str):
-        self.road = known_roads()[road_name]
+        self.road = road_called(road_name)
         self.memory = BytesMemory(2 * NUM_BLOCKS, SIZE)
         self.restore()
         source = self.road.lay(self.memory)
