@@ -69,12 +69,15 @@ class Proxy:
             with contextlib.suppress(asyncio.CancelledError):
                 await server.serve_forever()
 
-        def run() -> None:
-            self._loop.run_until_complete(task)
-            rest = asyncio.all_tasks(self._loop)
+        async def end_all() -> None:
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
             for one in rest:
                 one.cancel()
-            self._loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+            await asyncio.gather(*rest, return_exceptions=True)
+
+        def run() -> None:
+            self._loop.run_until_complete(task)
+            self._loop.run_until_complete(end_all())
             self._loop.close()
 
         task = self._loop.create_task(main())
