@@ -16,7 +16,7 @@ KEY_BYTES = 8
 NUM_SHARDS = 256
 SHARD_MASK = NUM_SHARDS - 1
 MAX_SHARED_SETS = 65536
-MAX_LOOKED_FOR_ENDS = 8
+MAX_LOOKED_FOR_ENDS = 4
 
 
 def keys_of(block_ids: Iterable[bytes]) -> list[int]:

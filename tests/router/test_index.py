@@ -28,7 +28,7 @@ def held(index, ids):
     return found
 
 
-@given(st.lists(st.integers(0, 40), max_size=8), st.integers(0, 40), st.integers(1, 1500))
+@given(st.lists(st.integers(0, 40), max_size=MAX_LOOKED_FOR_ENDS - 1), st.integers(0, 40), st.integers(1, 1500))
 def test_each_worker_holds_as_much_as_it_told(lengths, asked, stride):
     index, ids = PrefixIndex(), ids_of(40)
     for number, length in enumerate(lengths):
