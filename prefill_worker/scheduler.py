@@ -45,6 +45,8 @@ class Chain:
         self.holders = list(holders)
         self.salt = salt
         self.priority, self.order = priority, (-priority, arrival)
+        self.deadline_s: float | None = None
+        """On the loop's clock; whoever wants the chain gives it up then. For those that it is read from."""
         self.num_passed = 0
         self.state = ChainState.WAITING
         self.num_done_blocks = 0

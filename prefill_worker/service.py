@@ -79,6 +79,8 @@ class PrefillService:
             chain = self._scheduler.admit(opening.tokens, root, opening.priority, opening.holders, opening.salt)
         except InvalidRequest as error:
             return RefusedComputation(FetchEnd(FetchEndReason.TOO_LARGE, 0, error.message))
+        if opening.time_left_s is not None:
+            chain.deadline_s = self._loop.now() + opening.time_left_s
         self._loop.post(lambda: None)
         return ChainComputation(self, chain)
 
@@ -105,6 +107,7 @@ class PrefillService:
             tokens=tuple(chain.sequence.tokens),
             salt=chain.salt,
             hold_only=True,
+            time_left_s=None if chain.deadline_s is None else max(chain.deadline_s - self._loop.now(), 0.001),
         )
         with contextlib.suppress(FetchFailed):  # counted by the reader; what lacks is read elsewhere or computed
             await self._reader.fetch(chain.sequence, opening, FetchReport(self._loop.now(), holder))

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from kvferry.kv.road import known_roads, roads_called
+from kvferry.messages import Beat, ChoiceStart, FetchOpen, RequestOpen, Sampling, Source, StepOutput
 from loadtest.virtual_time import run_virtual
 from router.live import wait_all
 from tests.in_process import BLOCK, deployment, limits_of
@@ -138,5 +139,41 @@ def test_a_request_without_room_has_its_prompt_computed_meanwhile(max_warm):
             assert later.journal.choices[0].tokens == expected(waiting, 4)
             assert counter(d, "p1", "computed_tokens") == 24 * BLOCK
             await d.quiet()
+
+    run_virtual(main)
+
+
+def test_what_is_left_of_a_requests_time_goes_with_it_to_whoever_is_asked():
+    """From the router to decode, from there to prefill, and on to the holder that prefill reads from: as a duration."""
+    opened: list[FetchOpen] = []
+
+    class Line:
+        """A fetch stream that notes its opening."""
+
+        def __init__(self, stream):
+            self._stream, self.receive, self.close = stream, stream.receive, stream.close
+
+        async def send(self, message):
+            if isinstance(message, FetchOpen):
+                opened.append(message)
+            await self._stream.send(message)
+
+    async def main():
+        async with deployment("p1", "p2", "d1", limits=limits_of(local_tokens=0)) as d:
+            dial = d.network.fetch
+            d.network.fetch = lambda address: Line(dial(address))
+            stream = d.network.attach("d1")
+            await stream.send(Beat())
+            places = {"sources": (Source("p1", "p1"),), "holders": (Source("p2", "p2"),)}
+            prompt = tuple(prompt_of(20 * BLOCK + 3))
+            await stream.send(
+                RequestOpen(1, 1, prompt, (ChoiceStart(0),), Sampling(0, 2, 0.0), time_left_s=9.0, **places)
+            )
+            while not (isinstance(message := await stream.receive(), StepOutput) and message.ends):
+                await stream.send(Beat())
+            stream.close()
+        by_decode, by_prefill = opened
+        assert by_prefill.hold_only
+        assert 9.0 >= by_decode.time_left_s >= by_prefill.time_left_s > 8.0
 
     run_virtual(main)
