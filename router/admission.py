@@ -40,6 +40,8 @@ class FairQueue:
         self._served: dict[bytes, float] = {}
         self._virtual = 0.0
         self._keys: dict[int, tuple[int, float, int]] = {}
+        self._charged: set[int] = set()
+        """Numbers of requests that are in `_served`."""
         self._tokens_of: Counter[bytes] = Counter()
         self.num_tokens = 0
         self.num_bytes = 0
@@ -72,6 +74,7 @@ class FairQueue:
     def _forget(self) -> None:
         """Everybody has what they asked for."""
         self._served.clear()
+        self._charged.clear()
         self._tokens_of.clear()
         self._virtual = 0.0
 
@@ -83,6 +86,7 @@ class FairQueue:
     def charge(self, live: Live) -> None:
         """It is being placed: its tenant is given so much."""
         tenant = live.request.tenant
+        self._charged.add(live.number)
         self._virtual = max(self._virtual, self._served.get(tenant, 0.0))
         self._served[tenant] = self._served.get(tenant, self._virtual) + live.size
         if len(self._served) > 2 * len(self._of_tenant) + MAX_REMEMBERED:
@@ -96,7 +100,10 @@ class FairQueue:
         self.charge(live)
 
     def settle(self, live: Live) -> None:
-        """It has ended: what it might have had and did not is given back."""
+        """It has ended: what it was charged and did not have is given back. One that ended while it waited was charged nothing."""
+        if live.number not in self._charged:
+            return
+        self._charged.remove(live.number)
         tenant, used = live.request.tenant, live.used_tokens
         if tenant in self._served:
             self._served[tenant] = max(self._served[tenant] - max(live.size - used, 0), self._virtual)

@@ -130,6 +130,24 @@ def test_what_a_request_did_not_use_is_given_back():
     assert order(queue)[:2] != [10, 11]
 
 
+def test_nothing_is_given_back_for_what_was_never_charged_or_was_forgotten():
+    queue = queue_of(*(live(k, b"asks", size=1000) for k in range(3)), live(10, b"waits", size=1000))
+    served = live(20, b"asks", size=1000)
+    queue.charge(served)
+    before = order(queue)
+    assert before[0] == 10
+    left = live(99, b"asks", size=100_000)
+    left.used_tokens = 10
+    queue.push(left)
+    queue.remove(left)
+    queue.settle(left)  # it was cancelled, or its time ran out, while it waited
+    assert order(queue) == before
+    served.used_tokens = 1000
+    for _ in range(2):
+        queue.settle(served)
+    assert order(queue) == before
+
+
 def test_tenants_that_come_and_go_leave_nothing_behind():
     queue = queue_of(live(0, b"stays", size=10**9))
     for number in range(1, 5000):
