@@ -185,7 +185,7 @@ class Dispatcher:
 
     @property
     def is_degraded(self) -> bool:
-        return self.is_ready and not self.members.of(Role.PREFILL)
+        return self.is_ready and not any(member.is_attached for member in self.members.of(Role.PREFILL))
 
     @property
     def max_kv_tokens(self) -> int | None:

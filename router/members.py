@@ -72,7 +72,7 @@ class Member:
 
     @property
     def is_attached(self) -> bool:
-        """Decode workers: the router's stream to it is open and has shown life."""
+        """It has shown life: on the router's own stream to it, or, of a prefill worker, by its first progress since it joined."""
         return bool(self._view.bools["is_attached"][self.row])
 
     @is_attached.setter

@@ -172,6 +172,30 @@ def test_the_only_decode_worker_hung_is_not_ready_and_its_stream_goes_on_when_it
     run_virtual(main, 120)
 
 
+def test_a_hung_prefill_worker_is_used_no_more_although_it_joins_again_and_again_until_it_heals():
+    async def main() -> None:
+        async with deployment("p1", "p2", "d1", limits=limits_of(0), num_slots=2000) as d:
+            for k in range(10):  # steps have been measured
+                await answered(d, prompt_of(60, k), 4)
+            d.nodes["p1"].executor.hang.clear()
+            lives = [d.submit(prompt_of(200, k), 2) for k in range(4)]
+            await until(lambda: state_of(d, "p1") != "ready", 30)
+            states: set[str] = set()
+            for k in range(40):
+                live = await answered(d, prompt_of(100, ("later", k)), 2)
+                assert live.source_ids == ("p2",)
+                states.add(state_of(d, "p1"))
+                await asyncio.sleep(0.3)
+            assert states == {"attaching", "gone"}
+            assert not d.dispatcher.is_degraded
+            await wait_all(lives)
+            d.nodes["p1"].executor.hang.set()
+            assert await until(lambda: state_of(d, "p1") == "ready") < 5
+            await d.quiet()
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("base_s", [0.5, 2.5])
 def test_a_busy_worker_whose_steps_are_long_is_not_declared_dead(base_s):
     """T042: three minutes of long steps beside long prefills, the first request after a cold start among them."""
