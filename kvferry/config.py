@@ -102,7 +102,7 @@ class RouterConfig(_Config):
 
 class WorkerConfig(_Config):
     name: str = ""
-    """Unique in the deployment; made from role and process id if not given."""
+    """Unique in the deployment; made from role, host name and process id if not given."""
     port: int = Field(0, ge=0, le=65535)
     """Of the worker's gRPC services; 0 for any: the real one is registered."""
     previous_end: str = ""
