@@ -391,7 +391,7 @@ class Dispatcher:
         was_alone = len(lost) == 1 and lost[0].runs_apart and not num_others
         for live in lost:
             self.counters["worker_losses"] += 1
-            if may_have_died and live.has_begun:
+            if may_have_died and live.has_begun and not member.progress.is_draining:  # else it was asked to end
                 description = member.description
                 live.deaths.add(Death(description.worker_id, description.incarnation, now, was_alone))
                 self._deadlines.add(now + VERDICT_S, live.number, self._lives)

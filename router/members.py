@@ -256,8 +256,10 @@ class Members:
         if not isinstance(worker, WorkerDescription):
             await stream.send(Refusal("worker", "the first message must describe the worker"))
             return
-        await self._replace(worker.worker_id)
         refusal = self.refusal(worker)
+        if refusal is None:
+            await self._replace(worker.worker_id)
+            refusal = self.refusal(worker)  # others may have joined meanwhile
         if refusal is not None:
             self.num_refused += 1
             logger.warning("refused %s: %s", worker.worker_id, refusal.detail)
@@ -341,6 +343,8 @@ class Members:
             self.on_lost(member)
             member.leave()
             del self._by_row[member.row]
+            if any(other.is_aside for other in self.of(member.role)):
+                self.judge(asyncio.get_running_loop().time())  # fewer may be aside, now
             self.on_change()
 
 

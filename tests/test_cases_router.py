@@ -12,12 +12,12 @@ import pytest
 
 from kvferry.engine.plan import Plan, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
-from kvferry.messages import Sampling
+from kvferry.messages import Refusal, Sampling
 from loadtest.virtual_time import run_virtual
 from router.idempotency import seed_of
 from router.journal import FinishReason
 from router.live import Live, LiveState, wait_all
-from router.losses import MAX_UNCLEAR, REFUSED_S
+from router.losses import MAX_CRASHES, MAX_UNCLEAR, REFUSED_S, VERDICT_S
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest
 from router.retry_budget import LEAST
@@ -117,6 +117,30 @@ def test_the_cases_of_what_is_moved_end_as_they_should_where_nothing_happens():
     )
     assert len({tuple(wanted(MOVED["three choices"], choice).tokens) for choice in range(3)}) == 3
     assert wanted(MOVED["penalties"], 0).tokens != wanted(MOVED["a seed"], 0).tokens
+
+
+def test_a_worker_that_does_not_fit_puts_out_nobody_of_its_name():
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            for name in ("d1", "d2"):
+                made.start(name)
+            await made.ready()
+            router = made.routers[0]
+            before = router.members.get("d1")
+            assert before is not None
+            lives = [router.dispatcher.submit(GenerationRequest(tuple(prompt_of(40, k)), SEEDED)) for k in range(4)]
+            await until(lambda: all(tokens_of(live) for live in lives))
+            stream = made.network.join(router.name)
+            await stream.send(replace(before.description, model_id="another", incarnation="misfit"))
+            refusal = await stream.receive()
+            assert isinstance(refusal, Refusal)
+            assert refusal.field == "model_id"
+            await wait_all(lives)
+            assert router.members.get("d1") is before
+            assert router.dispatcher.counters["worker_losses"] == 0
+            await made.quiet()
+
+    run_virtual(main)
 
 
 # ------------------------------------------------------------------------------------------------------ hung, or only busy
@@ -701,6 +725,35 @@ def test_twenty_kills_from_outside_hold_nothing_against_anybody():
     run_virtual(main)
 
 
+def test_a_stream_that_outlives_one_drained_worker_after_the_other_is_blamed_for_none_of_them():
+    """Rolled over to new names, so that nobody comes back to tell how the old ones ended."""
+
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            made.start("d0", num_slots=600, step=dict(base_s=0.05))
+            await made.ready()
+            dispatcher = made.routers[0].dispatcher
+            request = GenerationRequest(tuple(prompt_of(40, 1)), Sampling(1, 3000, 1.0))
+            live = dispatcher.submit(request)
+            for k in range(1, MAX_CRASHES + 2):
+                await asyncio.sleep(2)
+                old = live.decode_id
+                made.nodes[old].worker.body.is_draining = True
+                made.start(f"d{k}", num_slots=600, step=dict(base_s=0.05))
+                await made.ready(f"d{k}")
+                await asyncio.sleep(12)
+                await made.kill(old)  # its grace has ended
+                await asyncio.sleep(VERDICT_S / 5)
+                assert live.decode_id == f"d{k}"
+                assert not live.deaths.are_open
+            assert live.journal.attempt == MAX_CRASHES + 2
+            await wait_all([live])
+            assert tokens_of(live) == wanted(request, 0).tokens
+            await made.quiet()
+
+    run_virtual(main)
+
+
 def test_placements_that_fail_before_a_first_token_are_made_again_within_a_budget():
     """Their source is silent, and the decode worker hands back what it may not compute itself: all at once."""
 
@@ -825,6 +878,33 @@ def test_a_worker_much_slower_than_its_pool_is_set_aside_keeps_its_streams_and_c
             await wait_all(back)
             assert share(back)["d2"] >= 5, "its turns, and those that it has missed"
             assert router.members.counters["set_aside"] == 1
+            await made.quiet()
+
+    run_virtual(main)
+
+
+def test_a_slow_worker_that_is_the_last_one_is_used_at_once_and_readiness_and_placing_agree():
+    async def main() -> None:
+        async with cluster(1, limits_of(16, policy="round-robin")) as made:
+            for name in ("d1", "d2"):
+                made.start(name)
+            await made.ready()
+            router = made.routers[0]
+            executor = made.nodes["d2"].executor
+            assert isinstance(executor, PacedExecutor)
+            executor.slowness = 8.0
+            requests = [GenerationRequest(tuple(prompt_of(20, k)), Sampling(0, 100, 0.0)) for k in range(8)]
+            lives = [router.dispatcher.submit(request) for request in requests]
+            slow = router.members.get("d2")
+            assert slow is not None
+            await until(lambda: slow.is_aside, 10)
+            await made.kill("d1")
+            await until(lambda: router.members.get("d1") is None, 5)
+            assert router.dispatcher.is_ready
+            assert slow.state == "ready"
+            one = router.dispatcher.submit(GenerationRequest(tuple(prompt_of(20, "new")), Sampling(0, 4, 0.0)))
+            assert one.state is LiveState.PLACED
+            await wait_all([*lives, one])
             await made.quiet()
 
     run_virtual(main)
