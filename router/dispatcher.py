@@ -212,7 +212,7 @@ class Dispatcher:
         if left_s:
             self.counters["rejected_harmful"] += 1
             raise InvalidRequest(
-                f"this request has killed the decode worker that it ran on by itself: it is refused for {left_s:.0f} s more; "
+                f"this request has killed or hung the decode worker that it ran on by itself: it is refused for {left_s:.0f} s more; "
                 "change the prompt or the parameters",
                 code="request_refused",
             )
@@ -270,7 +270,8 @@ class Dispatcher:
             return  # `learn` or the verdict's time wakes
         if live.deaths.is_guilty(now):
             self._refused.add(live.request, now)
-            message = f"the request killed the decode worker that it ran on ({live.deaths.last}); it is not tried again"
+            did = "hung" if live.deaths.has_hung_alone else "killed"
+            message = f"the request {did} the decode worker that it ran on ({live.deaths.last}); it is not tried again"
             self._end(live, LiveState.FAILED, EngineFailure(message))
             return
         placement = self.placer.place(live, now)
@@ -373,7 +374,7 @@ class Dispatcher:
         if member.role is Role.DECODE and member.worker_id in self._links:
             _, task = self._links.pop(member.worker_id)
             task.cancel()
-            self.detached(member, "it is no longer a member", may_have_died=True)
+            self.detached(member, "it is no longer a member", may_have_died=not member.fell_silent)
 
     def attached(self, member: Member) -> None:
         member.is_attached = True
@@ -391,12 +392,17 @@ class Dispatcher:
         was_alone = len(lost) == 1 and lost[0].runs_apart and not num_others
         for live in lost:
             self.counters["worker_losses"] += 1
-            if may_have_died and live.has_begun and not member.progress.is_draining:  # else it was asked to end
-                description = member.description
-                live.deaths.add(Death(description.worker_id, description.incarnation, now, was_alone))
-                self._deadlines.add(now + VERDICT_S, live.number, self._lives)
+            if live.has_begun and not member.progress.is_draining:  # else it was asked to end
+                self._hold_against(live, member, may_have_died, was_alone, now)
             self._queue_again(live, f"its decode worker was lost: {reason}", is_loss=True)
         self._work.ring()
+
+    def _hold_against(self, live: Live, member: Member, may_have_died: bool, was_alone: bool, now: float) -> None:
+        if not may_have_died:
+            live.deaths.hung(member.worker_id, was_alone)
+            return
+        live.deaths.add(Death(member.worker_id, member.description.incarnation, now, was_alone))
+        self._deadlines.add(now + VERDICT_S, live.number, self._lives)
 
     def _is_on(self, live: Live, member: Member) -> bool:
         placed = self._placed.get(live.number)

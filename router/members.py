@@ -59,6 +59,8 @@ class Member:
         """The number of the block event that must come next; None until a snapshot has come."""
         self.has_told_all = False
         self.judged_step = 0
+        self.fell_silent = False
+        """It is no member any more, because it showed no life; its process may be there."""
         self._view = view
         self._has_left = False
 
@@ -293,6 +295,7 @@ class Members:
         except StreamEnded:
             logger.warning("%s has left", member.worker_id)
         except TimeoutError:
+            member.fell_silent = True
             logger.warning("%s was silent for %g s: taken for dead", member.worker_id, self._silence_s)
 
     async def _listen(self, member: Member, stream: Stream[JoinDown, JoinUp]) -> None:

@@ -17,7 +17,7 @@ from loadtest.virtual_time import run_virtual
 from router.idempotency import seed_of
 from router.journal import FinishReason
 from router.live import Live, LiveState, wait_all
-from router.losses import MAX_CRASHES, MAX_UNCLEAR, REFUSED_S, VERDICT_S
+from router.losses import MAX_CRASHES, MAX_HANGS, MAX_UNCLEAR, REFUSED_S, VERDICT_S
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest
 from router.retry_budget import LEAST
@@ -45,6 +45,11 @@ def now() -> float:
 def state_of(d: Deployment, name: str) -> str:
     member = d.members.get(name)
     return "gone" if member is None else member.state
+
+
+def is_used(router: Router, name: str) -> bool:
+    member = router.members.get(name)
+    return member is not None and member.state == "ready"
 
 
 def share(lives: list[Live]) -> Counter[str]:
@@ -686,6 +691,77 @@ def test_a_request_that_kills_its_worker_is_found_out_and_refused_and_the_innoce
             for live in dispatcher.lives:
                 dispatcher.cancel(live)
             await asyncio.sleep(3)
+            await made.ready()
+            await made.quiet()
+
+    run_virtual(main)
+
+
+class HangingExecutor(PacedExecutor):
+    """The step in which a marked prompt's tail runs never ends."""
+
+    async def execute(self, plan: Plan) -> StepResult:
+        if any(chunk.tokens.count(MARKED) >= BLOCK for chunk in plan.chunks):
+            await asyncio.get_running_loop().create_future()
+        return await super().execute(plan)
+
+
+def test_a_request_that_hangs_its_workers_is_found_out_and_refused_before_it_has_hung_the_pool():
+    """A hung engine's worker joins again and again, as the life that it was."""
+
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            names = ("d1", "d2", "d3", "d4")
+            for name in names:
+                node = made.start(name)
+                node.executor = node.worker.loop._executor = HangingExecutor(node.engine.runner)  # type: ignore[union-attr]
+            await made.ready()
+            dispatcher = made.routers[0].dispatcher
+            innocents = [GenerationRequest(tuple(prompt_of(50, k)), Sampling(k, 900, 1.0)) for k in range(8)]
+            streams = [dispatcher.submit(request) for request in innocents]
+            await until(lambda: all(tokens_of(live) for live in streams))
+            killer = dispatcher.submit(KILLER)
+            with pytest.raises(EngineFailure, match="hung the decode worker"):
+                await wait_all([killer])
+            assert killer.journal.attempt == MAX_HANGS + 1
+            with pytest.raises(InvalidRequest, match="killed or hung") as caught:
+                dispatcher.submit(KILLER)
+            assert caught.value.code == "request_refused"
+            assert dispatcher.is_ready
+            await wait_all(streams)
+            for request, live in zip(innocents, streams, strict=True):
+                assert tokens_of(live) == wanted(request, 0).tokens
+            await made.stop()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_who_was_there_when_two_workers_were_stopped_in_a_row_runs_apart_at_worst_and_goes_on(is_stopped):
+    """Before its first token or after; the workers heal."""
+
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            for name in ("d1", "d2", "d3"):
+                made.start(name, step=dict(base_s=0.05))
+            await made.ready()
+            router = made.routers[0]
+            requests = [GenerationRequest(tuple(prompt_of(300, k)), Sampling(k, 40, 1.0)) for k in range(9)]
+            lives = [router.dispatcher.submit(request) for request in requests]
+            for _ in range(2):
+                await until(lambda: any(live.has_begun for live in lives if not live.has_ended))
+                victim = Counter(live.decode_id for live in lives if live.has_begun).most_common(1)[0][0]
+                made.nodes[victim].executor.hang.clear()
+                if is_stopped:
+                    made.network.freeze(victim)
+                await until(lambda victim=victim: not is_used(router, victim))
+                made.network.thaw(victim)
+                made.nodes[victim].executor.hang.set()
+            await wait_all(lives)
+            for request, live in zip(requests, lives, strict=True):
+                assert tokens_of(live) == wanted(request, 0).tokens
+            assert router.dispatcher.counters["worker_losses"] > 2
+            assert max(live.journal.attempt for live in lives) > MAX_HANGS
             await made.ready()
             await made.quiet()
 
