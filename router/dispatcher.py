@@ -31,6 +31,7 @@ from kvferry.messages import (
     Role,
     Source,
     StepOutput,
+    WorkerDescription,
 )
 from kvferry.streams import Dialer
 from kvferry.text.model_text import ModelText
@@ -318,12 +319,21 @@ class Dispatcher:
         elif placement.is_local:
             self.members.view.will_compute(decode.row, live.number, placement.num_missing_tokens, now)
         live.decode_id = decode.worker_id
+        self._remember_worker(live, decode)
         live.has_begun = placement.is_local  # others say when: they fetch first
         live.placed_choices, live.placed_tokens = len(starts), num_tokens * len(starts)
         live.placed(now)
         live.move(LiveState.PLACED)
         self._placed[live.number] = (decode, prefill)
         self._remember_why(live, placement, now)
+
+    def _remember_worker(self, live: Live, decode: Member) -> None:
+        if not live.is_bit_equal_on(decode.description) and not live.has_changed_numerics:
+            live.has_changed_numerics = True
+            self.counters["numerics_changed"] += 1
+            logger.warning("request %d goes on at %s, whose numerics differ", live.number, decode.worker_id)
+        if not live.has_yielded:
+            live.decodes_on = decode.description
 
     def _remember_why(self, live: Live, placement: Placement, now: float) -> None:
         self.counters["placed_local" if placement.is_local else "placed_fetching"] += 1
@@ -364,8 +374,10 @@ class Dispatcher:
     # --------------------------------------------------------------------------------------------- what the workers say
 
     def _joined(self, member: Member) -> None:
-        for live in self._lives.values():
+        for live in self.lives:
             live.deaths.learn(member.description)
+            if not live.fits(member.description):
+                self._end(live, LiveState.FAILED, _other_model(live, member.description))
         if member.role is Role.DECODE and self._group is not None and member.worker_id not in self._links:
             link = DecodeLink(self._dialer, member, self, self.members.life, self._silence_s)
             self._links[member.worker_id] = (link, self._group.create_task(link.run()))
@@ -561,6 +573,17 @@ class Dispatcher:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _other_model(live: Live, worker: WorkerDescription) -> KvferryError:
+    """All workers of its model have left, and another one's join."""
+    began = live.decodes_on
+    assert began is not None
+    return NoWorker(
+        f"the answer began with model {began.model_id} ({began.fidelity}), whose workers have all left; {worker.worker_id} has "
+        f"{worker.model_id} ({worker.fidelity}): send the request again",
+        retry_after_s=2,
+    )
 
 
 def _error_of(end: ChoiceEnd) -> KvferryError:

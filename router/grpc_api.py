@@ -218,4 +218,5 @@ def _summary(summary: Summary) -> generation_pb2.Summary:
         instants_us={name: max(int(seconds * 1e6), 0) for name, seconds in summary.instants_s.items()},
         seed=summary.seed,
         explanation="" if summary.explanation is None else json.dumps(summary.explanation),
+        numerics_changed=summary.has_changed_numerics,
     )

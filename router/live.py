@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.bell import Bell
 from kvferry.errors import KvferryError
 from kvferry.kv.block_id import chain
-from kvferry.messages import Sampling, StartReport
+from kvferry.messages import Sampling, StartReport, WorkerDescription
 from kvferry.text.model_text import ModelText
 from router.index import keys_of
 from router.journal import Delta, Journal
@@ -56,6 +56,10 @@ class Live:
         self.queued_s = now
         self.instants_s: dict[str, float] = {}
         self.decode_id = ""
+        self.decodes_on: WorkerDescription | None = None
+        """The worker that its first tokens came from, or will."""
+        self.has_changed_numerics = False
+        """Some of its tokens came from a worker of another numerics id than the first."""
         self.source_ids: tuple[str, ...] = ()
         self.placed_choices = 0
         self.placed_tokens = 0
@@ -137,6 +141,22 @@ class Live:
             self._keys = keys_of(self.block_ids(root, block_size))
         return self._keys
 
+    @property
+    def has_yielded(self) -> bool:
+        """Something of its answer has come."""
+        return bool(self.journal.num_tokens or self.journal.prompt_logprobs)
+
+    def fits(self, worker: WorkerDescription) -> bool:
+        """What has come of its answer could have come from that worker."""
+        began = self.decodes_on
+        if began is None or not self.has_yielded:
+            return True
+        return (began.model_id, began.fidelity) == (worker.model_id, worker.fidelity)
+
+    def is_bit_equal_on(self, worker: WorkerDescription) -> bool:
+        began = self.decodes_on
+        return began is None or not self.has_yielded or began.numerics_id == worker.numerics_id
+
     def placed(self, now: float) -> None:
         self._placed_s = now
         self.instants_s.setdefault("placed", now - self.accepted_s)
@@ -167,6 +187,7 @@ class Live:
             instants_s=dict(self.instants_s),
             seed=self.request.sampling.seed,
             explanation=self._explained(),
+            has_changed_numerics=self.has_changed_numerics,
         )
 
     def _explained(self) -> dict[str, Any] | None:

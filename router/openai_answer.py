@@ -44,6 +44,7 @@ def numbers_of(summary: Summary) -> dict[str, Any]:
         "fetched_bytes": summary.fetched_bytes,
         "attempts": summary.num_attempts,
         "seed": summary.seed,
+        **({"numerics_changed": True} if summary.has_changed_numerics else {}),
         **({} if summary.explanation is None else {"explain": summary.explanation}),
     }
 

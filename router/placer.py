@@ -7,6 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvferry.errors import ConfigurationError
 from kvferry.kv.block_id import num_whole_blocks_before_tail
 from router.live import Live
@@ -72,9 +75,16 @@ class Placer:
         rows = rows_with_room(columns, demand)
         if not len(rows):
             return None
+        if live.has_yielded:
+            rows = self._equals_before_others(live, rows)
         held = members.held(live.block_keys(root, description.block_size), now)
         fill_by_row(columns.held_blocks, [(one.rows, one.num_blocks) for one in held])
         return place(demand, columns, POLICIES[self.rules.policy], rows)
+
+    def _equals_before_others(self, live: Live, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+        """A continuation is bit-equal on workers of one numerics id; others take it where none of these has room."""
+        equals = [row for row in rows.tolist() if live.is_bit_equal_on(self._members.at_row(row).description)]
+        return np.array(equals, np.intp) if equals else rows
 
     def expect(self, live: Live, placement: Placement, now: float) -> None:
         """The chain will be where it was placed, and where it is computed."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.engine.engine import Engine
 from kvferry.engine.plan import Plan, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Refusal, Sampling
@@ -19,9 +20,10 @@ from router.journal import FinishReason
 from router.live import Live, LiveState, wait_all
 from router.losses import MAX_CRASHES, MAX_HANGS, MAX_UNCLEAR, REFUSED_S, VERDICT_S
 from router.metrics import RouterMetrics
+from router.openai_answer import numbers_of
 from router.request import GenerationRequest
 from router.retry_budget import LEAST
-from tests.cluster import Cluster, PacedExecutor, Router, cluster
+from tests.cluster import Cluster, PacedExecutor, Router, cluster, exacting_engine
 from tests.hand_off import POISON, answered, counters, expected, poisoned, prompt_of, start_life, tokens_of
 from tests.in_process import BLOCK, Deployment, Node, deployment, limits_of
 from tests.router_schedules import Reading, Wanted, wanted
@@ -146,6 +148,66 @@ def test_a_worker_that_does_not_fit_puts_out_nobody_of_its_name():
             await made.quiet()
 
     run_virtual(main)
+
+
+def engine_with(**identity: str) -> Engine:
+    engine = exacting_engine(400)
+    return replace(engine, identity=replace(engine.identity, **identity))
+
+
+@pytest.mark.parametrize("change", [{"model_id": "another"}, {"fidelity": "coarser"}])
+def test_a_stream_does_not_go_on_with_another_model_and_a_request_without_a_token_is_answered_by_it(change):
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            made.start("d1")
+            await made.ready()
+            dispatcher = made.routers[0].dispatcher
+            live = dispatcher.submit(GenerationRequest(PROMPT, replace(SEEDED, max_tokens=200)))
+            await until(lambda: len(tokens_of(live)) > 50)
+            fresh = dispatcher.submit(GenerationRequest(PROMPT, SEEDED))
+            await made.kill("d1")
+            await asyncio.sleep(1)
+            assert live.state is fresh.state is LiveState.QUEUED
+            made.start("d2", engine=engine_with(**change))
+            with pytest.raises(NoWorker, match="began with model fake-1000 .*whose workers have all left") as caught:
+                await wait_all([live])
+            assert caught.value.retry_after_s >= 1
+            await wait_all([fresh])
+            assert tokens_of(fresh) == wanted(fresh.request, 0).tokens
+            await made.quiet()
+
+    run_virtual(main, 100)
+
+
+def test_a_continuation_goes_where_numerics_are_equal_and_where_they_are_not_it_says_so():
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            made.start("d1")
+            await made.ready()
+            dispatcher = made.routers[0].dispatcher
+            request = GenerationRequest(PROMPT, replace(SEEDED, max_tokens=300))
+            live = dispatcher.submit(request)
+            for name, numerics_id in (("d2", "others"), ("d3", "fake")):
+                made.start(name, engine=engine_with(numerics_id=numerics_id))
+            await made.ready()
+            beside = [dispatcher.submit(GenerationRequest(tuple(prompt_of(40, k)), SEEDED)) for k in range(4)]
+            await until(lambda: len(tokens_of(live)) > 20)
+            await made.kill("d1")
+            await until(lambda: live.decode_id == "d3")
+            await until(lambda: len(tokens_of(live)) > 60)
+            assert not live.summary().has_changed_numerics
+            await made.kill("d3")
+            await wait_all([live, *beside])
+            assert live.decode_id == "d2"
+            assert tokens_of(live) == wanted(request, 0).tokens
+            assert numbers_of(live.summary())["numerics_changed"] is True
+            assert dispatcher.counters["numerics_changed"] >= 1
+            unmoved = dispatcher.submit(request)
+            await wait_all([unmoved])
+            assert "numerics_changed" not in numbers_of(unmoved.summary())
+            await made.quiet()
+
+    run_virtual(main, 100)
 
 
 # ------------------------------------------------------------------------------------------------------ hung, or only busy
