@@ -10,7 +10,7 @@ still let in.
 import bisect
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvferry.errors import KvferryError, Overloaded
@@ -136,8 +136,9 @@ class FairQueue:
 class Admission:
     """Refuses what would wait too long, from how fast the queue has been moving."""
 
-    def __init__(self, queue: FairQueue, limits: QueueLimits):
-        self._queue, self._limits = queue, limits
+    def __init__(self, queue: FairQueue, limits: QueueLimits, short_pool: Callable[[], str] = lambda: "decode"):
+        """`short_pool` names the pool that holds up the queue; asked of only where a request is refused."""
+        self._queue, self._limits, self._short_pool = queue, limits, short_pool
         self._placed: deque[tuple[float, int]] = deque()
 
     def placed(self, live: Live, now: float, has_queue: bool) -> None:
@@ -170,7 +171,7 @@ class Admission:
         wait_s = self.wait_s(now, queue.num_tokens_before(live)) if len(queue) else None
         if wait_s is not None and wait_s > max_wait_s:
             return Overloaded(
-                f"the decode pool is short: a request that comes now would wait {wait_s:.1f} s, and may wait "
+                f"the {self._short_pool()} pool is short: a request that comes now would wait {wait_s:.1f} s, and may wait "
                 f"{max_wait_s:.1f} s; try again later",
                 min(max(wait_s - max_wait_s, 1.0), MAX_RETRY_AFTER_S),
             )
@@ -178,4 +179,5 @@ class Admission:
 
     def _too_full(self, what: str, now: float) -> Overloaded:
         retry_s = min(max(self.wait_s(now, self._queue.num_tokens) or 2.0, 1.0), MAX_RETRY_AFTER_S)
-        return Overloaded(f"{what} waiting for the decode pool, which is the limit; try again later", retry_s)
+        message = f"{what} waiting for the {self._short_pool()} pool, which is the limit; try again later"
+        return Overloaded(message, retry_s)

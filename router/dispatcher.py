@@ -77,7 +77,7 @@ class Dispatcher:
         self._dialer, self.limits, self._silence_s = dialer, limits, silence_s
         self._lives: dict[int, Live] = {}
         self._queue = FairQueue()
-        self._admission = Admission(self._queue, limits.queue)
+        self._admission = Admission(self._queue, limits.queue, self._short_pool)
         self._apart, self._deadlines = Apart(), Deadlines()
         self._retries, self._refused, self._keys = RetryBudget(), Refused(), LiveKeys()
         self._links: dict[str, tuple[DecodeLink, asyncio.Task[None]]] = {}
@@ -565,7 +565,16 @@ class Dispatcher:
         waited = f"waited {self.limits.queue_timeout_s:g} s"
         if not self.is_ready:
             return NoWorker(f"{waited}, and no decode worker became ready: the decode pool is empty", retry_after_s=5)
+        if self._short_pool() == "prefill":
+            message = f"{waited} for the prefill pool: most of what decode workers took waits for it; try again later"
+            return Overloaded(message, retry_after_s=5)
         return Overloaded(f"{waited} for room in the decode pool: it is full; try again later", retry_after_s=5)
+
+    def _short_pool(self) -> str:
+        """Decode workers are full of requests that wait for prefill, and do so for longer than they will decode; or of others."""
+        num_waiting = sum(prefill is not None for _, prefill in self._placed.values())
+        is_prefill = 2 * num_waiting > len(self._placed) and self.placer.is_prefill_behind(self._now())
+        return "prefill" if is_prefill else "decode"
 
     def _next_timeout(self) -> float | None:
         next_s = self._deadlines.next_s(self._lives)

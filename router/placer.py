@@ -64,6 +64,18 @@ class Placer:
     def _slo_ttft_s(self, live: Live) -> float:
         return self.rules.slo_ttft_s if live.request.slo_ttft_s is None else live.request.slo_ttft_s
 
+    def is_prefill_behind(self, now: float) -> bool:
+        """What waits at the idlest prefill worker takes longer than a usual answer has of steps."""
+        view, description = self._members.view, self._members.any_description
+        if description is None:
+            return False
+        columns = view.columns(description.context_tokens, held_by_row((), view.num_rows), now)
+        prefill, decode = columns.is_usable > columns.is_decode, columns.is_usable & columns.is_decode
+        waiting_s = (columns.waiting_tokens / columns.tokens_per_s).min(where=prefill, initial=np.inf)
+        step_s = columns.step_base_s + columns.step_slope_s * columns.num_active
+        decoding_s = self._output_tokens * step_s.min(where=decode, initial=np.inf)
+        return bool(decoding_s < waiting_s < np.inf)
+
     def place(self, live: Live, now: float) -> Placement | None:
         """None at once where there is no room: asked of every request that waits."""
         members, description = self._members, self._members.any_description

@@ -348,6 +348,24 @@ def test_where_all_are_at_capacity_the_refusal_names_pool_and_time_and_who_waits
     run_virtual(main)
 
 
+def test_a_refusal_names_the_prefill_pool_where_decode_workers_are_full_of_what_waits_for_it():
+    async def main() -> None:
+        limits = limits_of(0, max_queued=3, queue_timeout_s=3.0)
+        step = dict(s_per_token=0.01)
+        async with deployment("p1", "d1", limits=limits, num_slots=1000, max_sequences=6, step=step) as d:
+            taken = [d.submit(prompt_of(1000, k), 2) for k in range(9)]
+            with pytest.raises(Overloaded, match="waiting for the prefill pool"):
+                d.submit(prompt_of(1000, "refused"), 2)
+            await until(lambda: sum(live.has_ended for live in taken) >= 3)
+            expired = [live.error for live in taken if live.error is not None]
+            assert expired
+            assert all(isinstance(e, Overloaded) and "for the prefill pool" in e.message for e in expired), expired
+            await until(lambda: all(live.has_ended for live in taken), 200)
+            await d.quiet()
+
+    run_virtual(main)
+
+
 # ----------------------------------------------------------------------------------------------------- long ones, large ones
 
 

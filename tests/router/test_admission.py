@@ -88,7 +88,11 @@ def test_who_would_wait_longer_than_it_may_is_refused_when_it_comes():
     assert admission.refusal(live(1), 1.0, 3.0) is None
     refusal = admission.refusal(live(1), 1.0, 1.5)
     assert isinstance(refusal, Overloaded)
+    assert "the decode pool is short" in refusal.message
     assert "would wait 2.0 s" in refusal.message
+    short = Admission(queue, QueueLimits(max_requests=1), lambda: "prefill").refusal(live(1), 1.0, 1.5)
+    assert isinstance(short, Overloaded)
+    assert "prefill pool" in short.message
 
 
 def test_placements_without_a_queue_say_nothing_of_what_the_pools_can_take():
