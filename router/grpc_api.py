@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import Field, ValidationError
 
-from kvferry.errors import InvalidRequest, KvferryError
+from kvferry.errors import InvalidRequest, KvferryError, LaterError
 from kvferry.messages import PROTOCOL_VERSION
 from kvferry.rpc.converter import logprobs_to_wire
 from kvferry.rpc.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -26,6 +27,7 @@ SERVICE = "kvferry.v1.GenerationService"
 HEALTH_INTERVAL_S = 0.5
 SCORES_PER_MESSAGE = 1024
 """Places of a prompt with their log-probabilities: a client takes messages of up to 4 MiB by default."""
+LEAST_TIMEOUT_S = 0.001
 OPTIONAL = (
     "max_tokens",
     "temperature",
@@ -82,7 +84,7 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
         live: Live | None = None
         try:
             wishes = _wishes(request, context)
-            made = await self._made(request, _api_key(context), wishes)
+            made = self._in_time(await self._made(request, _api_key(context), wishes), context, wishes.key)
             (live,) = self._dispatcher.submit_all([made], wishes.key)
             async for numbered in deltas_of((live,)):
                 for one in numbered:
@@ -92,7 +94,7 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
                 await context.write(generation_pb2.GenerateResponse(prompt_logprobs=part))
             await context.write(generation_pb2.GenerateResponse(summary=_summary(live.summary())))
         except KvferryError as error:
-            await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+            await _abort(context, error)
         finally:
             if live is not None:
                 self._dispatcher.leave(live)
@@ -101,7 +103,7 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
         try:
             return generation_pb2.TokenizeResponse(token_ids=(await self._tokens(request))[0])
         except KvferryError as error:
-            await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+            await _abort(context, error)
 
     async def GetModel(self, request: generation_pb2.GetModelRequest, context: Any) -> Any:
         del request, context
@@ -156,6 +158,13 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             tokens, body, body.max_tokens, param, salt, wishes=wishes, tenant=tenant, continues_prompt=continues
         )
 
+    def _in_time(self, made: GenerationRequest, context: Any, key: str | None) -> GenerationRequest:
+        """The call's own deadline is the request's, if it is shorter. Not under a key: others may join, with more time."""
+        left_s = context.time_remaining()
+        if left_s is None or key is not None or left_s >= (made.timeout_s or self._dispatcher.limits.request_timeout_s):
+            return made
+        return replace(made, timeout_s=max(left_s, LEAST_TIMEOUT_S))
+
     async def _tokens(self, request: Any) -> tuple[list[int], str]:
         """The prompt's tokens, and the field that they came from."""
         kind = request.WhichOneof("input")
@@ -174,6 +183,12 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
                 raise InvalidRequest(f"chat: role: {error.errors(include_url=False)[0]['msg']}", "chat") from error
             return await self._maker.encode_chat(messages), kind
         raise InvalidRequest("give one of text, chat and token_ids", "input")
+
+
+async def _abort(context: Any, error: KvferryError) -> None:
+    """`retry-after` is in the trailing metadata, as in HTTP's headers."""
+    later = (("retry-after", error.retry_after),) if isinstance(error, LaterError) else ()
+    await context.abort(grpc.StatusCode[error.grpc_code], error.message, later)
 
 
 def _api_key(context: Any) -> str | None:

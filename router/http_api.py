@@ -282,7 +282,7 @@ def _api_key(headers: Mapping[str, str]) -> str | None:
 
 
 def _error_response(error: KvferryError) -> JSONResponse:
-    headers = {"Retry-After": str(max(round(error.retry_after_s), 1))} if isinstance(error, LaterError) else None
+    headers = {"Retry-After": error.retry_after} if isinstance(error, LaterError) else None
     return JSONResponse(error_body(error), error.http_status, headers)
 
 

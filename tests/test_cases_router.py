@@ -169,7 +169,7 @@ def test_a_stream_does_not_go_on_with_another_model_and_a_request_without_a_toke
             await asyncio.sleep(1)
             assert live.state is fresh.state is LiveState.QUEUED
             made.start("d2", engine=engine_with(**change))
-            with pytest.raises(NoWorker, match="began with model fake-1000 .*whose workers have all left") as caught:
+            with pytest.raises(NoWorker, match=r"began with model fake-1000 .*whose workers have all left") as caught:
                 await wait_all([live])
             assert caught.value.retry_after_s >= 1
             await wait_all([fresh])
