@@ -245,6 +245,8 @@ class StreamedAnswer(Response):
             yield self._shape.usage_chunk(self._lives) + DONE
         else:
             timing = server_timing(self._lives[0].summary())
+            if any(live.request.explains for live in self._lives):
+                yield self._shape.numbers_chunk(self._lives)
             yield f": server-timing {timing}\n\n".encode() + DONE
 
 

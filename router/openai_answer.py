@@ -137,10 +137,16 @@ class AnswerShape:
         return event(body)
 
     def usage_chunk(self, lives: Sequence[Live]) -> bytes:
-        summaries = [live.summary() for live in lives]
+        return self._last_chunk(lives, {"usage": usage_of([live.summary() for live in lives])})
+
+    def numbers_chunk(self, lives: Sequence[Live]) -> bytes:
+        """For who asked why, and not for the usage."""
+        return self._last_chunk(lives, {})
+
+    def _last_chunk(self, lives: Sequence[Live], usage: dict[str, Any]) -> bytes:
         body = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        numbers = [numbers_of(summary) for summary in summaries]
-        return event({**body, "choices": [], "usage": usage_of(summaries), "kvferry": numbers})
+        numbers = [numbers_of(live.summary()) for live in lives]
+        return event({**body, "choices": [], **usage, "kvferry": numbers})
 
 
 class ChoiceShape:

@@ -137,6 +137,8 @@ class Placement:
     prediction: Prediction = field(default_factory=Prediction)
     keeps_slos: bool = True
     decided_by: str = ""
+    alternative: Prediction | None = None
+    """Of the way that was not taken: fetching, where it is computed here, or computing here."""
     candidates: tuple[Candidate, ...] = ()
 
 
@@ -395,6 +397,7 @@ def _with_sources(demand: Demand, columns: Columns, decode: int, chain: _Chain, 
         chosen,
         _keeps(chosen, demand),
         decided_by,
+        (remote if is_local else here) if missing else None,
     )
 
 

@@ -14,7 +14,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.kv.block_id import num_whole_blocks_before_tail
 from router.live import Live
 from router.members import Member, Members
-from router.placement import POLICIES, Candidate, Demand, Placement, place, rows_with_room
+from router.placement import POLICIES, Candidate, Demand, Placement, Prediction, place, rows_with_room
 from router.view import fill_by_row, held_by_row
 
 SMOOTHING = 0.05
@@ -139,7 +139,7 @@ class Placer:
 
     def explanation(self, placement: Placement) -> dict[str, Any]:
         """For the client that asked: JSON values, times in milliseconds."""
-        at_row, predicted = self._members.at_row, placement.prediction
+        at_row = self._members.at_row
         return {
             "policy": self.rules.policy,
             "decode": at_row(placement.decode_row).worker_id,
@@ -149,14 +149,10 @@ class Placer:
             "computes_here": placement.is_local,
             "decided_by": placement.decided_by,
             "keeps_slos": placement.keeps_slos,
-            "predicted_ms": {
-                "waiting": _ms(predicted.waiting_s),
-                "computing": _ms(predicted.computing_s),
-                "moving": _ms(predicted.moving_s),
-                "tail": _ms(predicted.tail_s),
-                "ttft": _ms(predicted.ttft_s),
-                "tpot": _ms(predicted.tpot_s),
-            },
+            "predicted_ms": _parts(placement.prediction),
+            "alternative": None
+            if placement.alternative is None
+            else {"computes_here": not placement.is_local, "predicted_ms": _parts(placement.alternative)},
             "candidates": [self._candidate(at_row(one.row), one) for one in placement.candidates],
         }
 
@@ -175,6 +171,17 @@ class Placer:
 def num_kv_tokens(live: Live) -> int:
     """The most tokens that one of its choices will have in a pool: the answer's last one needs no room."""
     return len(live.request.prompt_tokens) + max(live.request.sampling.max_tokens - 1, 0)
+
+
+def _parts(predicted: Prediction) -> dict[str, float]:
+    return {
+        "waiting": _ms(predicted.waiting_s),
+        "computing": _ms(predicted.computing_s),
+        "moving": _ms(predicted.moving_s),
+        "tail": _ms(predicted.tail_s),
+        "ttft": _ms(predicted.ttft_s),
+        "tpot": _ms(predicted.tpot_s),
+    }
 
 
 def _ms(seconds: float) -> float:

@@ -213,6 +213,16 @@ def test_predictions_are_what_the_parts_take():
     assert found.ttft_s == pytest.approx(0.1 + 12 * BLOCK / 1000 + found.tail_s)
 
 
+def test_the_way_that_was_not_taken_is_told_with_its_parts():
+    fetched, computed = placed(d(), p(waiting_tokens=100)), placed(d(), p(waiting_tokens=20_000))
+    assert (fetched.is_local, computed.is_local) == (False, True)
+    assert fetched.alternative.computing_s == pytest.approx(12 * BLOCK / 1000)
+    assert fetched.alternative.waiting_s == 0
+    assert computed.alternative.waiting_s == pytest.approx(20)
+    assert placed(d()).alternative is None
+    assert placed(d(held_blocks=12), p()).alternative is None, "nothing is missing"
+
+
 workers = st.lists(
     st.fixed_dictionaries(
         {
