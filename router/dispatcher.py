@@ -60,6 +60,8 @@ class DispatchLimits:
     """The longest wait of a request that nobody has taken yet."""
     request_timeout_s: float = 600.0
     """The longest life of a request that names no time limit of its own."""
+    reader_timeout_s: float = 60.0
+    """A streamed answer that has ended is kept for so long for a reader that takes nothing of it."""
     placing: PlacingRules = field(default_factory=PlacingRules)
 
 
@@ -152,6 +154,11 @@ class Dispatcher:
         live.num_readers -= 1
         if live.num_readers <= 0:
             self.cancel(live)
+
+    def given_up(self, live: Live) -> None:
+        """It has ended, and a reader took nothing of it for too long."""
+        self.counters["readers_given_up"] += 1
+        logger.warning("nothing of the finished answer to request %d was read for long: dropped", live.number)
 
     def cancel(self, live: Live) -> None:
         """Nobody wants it any more. Idempotent, also after its end."""

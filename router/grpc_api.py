@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from router.idempotency import checked_key
 from router.journal import Delta, FinishReason
 from router.live import Live, deltas_of
 from router.openai_request import MAX_LOGPROBS, Body, Message
+from router.reader_patience import ReaderPatience
 from router.request import GenerationRequest, Summary
 from router.request_maker import RequestMaker, Wishes, salt_of, tenant_of
 
@@ -86,13 +88,17 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             wishes = _wishes(request, context)
             made = self._in_time(await self._made(request, _api_key(context), wishes), context, wishes.key)
             (live,) = self._dispatcher.submit_all([made], wishes.key)
-            async for numbered in deltas_of((live,)):
-                for one in numbered:
-                    await context.write(_piece(one.delta))
-            for begin in range(0, len(live.journal.prompt_logprobs), SCORES_PER_MESSAGE):
-                part = logprobs_to_wire(live.journal.prompt_logprobs[begin : begin + SCORES_PER_MESSAGE])
-                await context.write(generation_pb2.GenerateResponse(prompt_logprobs=part))
-            await context.write(generation_pb2.GenerateResponse(summary=_summary(live.summary())))
+            async with ReaderPatience((live,), self._dispatcher.limits.reader_timeout_s) as patience:
+                async for message in _messages(live):
+                    await context.write(message)
+                    patience.took_some()
+        except TimeoutError:
+            assert live is not None
+            self._dispatcher.given_up(live)
+            context.set_code(grpc.StatusCode.DEADLINE_EXCEEDED)  # sent behind what is on its way: not awaited
+            context.set_details(
+                f"nothing was read for {self._dispatcher.limits.reader_timeout_s:g} s: the rest is dropped"
+            )
         except KvferryError as error:
             await _abort(context, error)
         finally:
@@ -207,6 +213,17 @@ def _wishes(request: generation_pb2.GenerateRequest, context: Any) -> Wishes:
         request.slo_tpot_ms / 1000 if request.slo_tpot_ms else None,
         request.explain,
     )
+
+
+async def _messages(live: Live) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    """The whole answer, as it comes."""
+    async for numbered in deltas_of((live,)):
+        for one in numbered:
+            yield _piece(one.delta)
+    for begin in range(0, len(live.journal.prompt_logprobs), SCORES_PER_MESSAGE):
+        part = logprobs_to_wire(live.journal.prompt_logprobs[begin : begin + SCORES_PER_MESSAGE])
+        yield generation_pb2.GenerateResponse(prompt_logprobs=part)
+    yield generation_pb2.GenerateResponse(summary=_summary(live.summary()))
 
 
 def _piece(delta: Delta) -> generation_pb2.GenerateResponse:

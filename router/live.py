@@ -1,6 +1,6 @@
 """A live request: its journal, where it is, and the instants of its life. Owned by the dispatcher, read by the front doors."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -52,6 +52,8 @@ class Live:
         self.state = LiveState.QUEUED
         self.error: KvferryError | None = None
         self.changed = Bell()
+        self.at_end: list[Callable[[], None]] = []
+        """Called once it has ended."""
         self.accepted_s = now
         self.queued_s = now
         self.instants_s: dict[str, float] = {}
@@ -128,6 +130,9 @@ class Live:
             raise AssertionError(f"request {self.number} cannot go from {self.state.value} to {state.value}")
         self.state = state
         self.changed.ring()
+        if self.has_ended:
+            for call in self.at_end:
+                call()
 
     def block_ids(self, root: bytes, block_size: int) -> list[bytes]:
         """Of the prompt's whole blocks; computed once."""

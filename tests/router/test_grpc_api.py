@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,18 +15,21 @@ from grpc import aio
 from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
 from router.grpc_api import GrpcApi
 from router.request_maker import Defaults, RequestMaker
-from tests.in_process import Deployment, deployment
+from tests.in_process import Deployment, deployment, limits_of
+
+OPTIONS = [("grpc.http2.bdp_probe", 0)]
+"""What is on its way unread does not grow beyond 64 KiB."""
 
 
 @contextlib.asynccontextmanager
-async def door(*names: str) -> AsyncIterator[tuple[Deployment, Any]]:
-    async with deployment(*names) as d:
+async def door(*names: str, **more: Any) -> AsyncIterator[tuple[Deployment, Any]]:
+    async with deployment(*names, **more) as d:
         server = aio.server()
         GrpcApi(d.dispatcher, RequestMaker(d.dispatcher._text, d.dispatcher, Defaults("fake"))).add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
-            async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            async with aio.insecure_channel(f"127.0.0.1:{port}", OPTIONS) as channel:
                 yield d, generation_pb2_grpc.GenerationServiceStub(channel)
         finally:
             await server.stop(0.2)
@@ -75,5 +81,30 @@ def test_a_call_with_more_time_than_the_server_gives_has_the_servers():
             (live,) = d.dispatcher.lives
             assert live.deadline_s - live.accepted_s == d.dispatcher.limits.request_timeout_s
             call.cancel()
+
+    run(main)
+
+
+def test_a_finished_answer_of_which_nothing_is_read_is_dropped_after_a_while():
+    """More than the buffers on the way hold."""
+
+    async def main() -> None:
+        limits = replace(limits_of(16), reader_timeout_s=0.5)
+        async with door("d1", limits=limits, step=dict(base_s=0.0, s_per_token=0.0), num_slots=3000) as (d, stub):
+            call = stub.Generate(asked(1000, n=16))
+            await call.read()
+            dropped = [weakref.ref(live) for live in d.dispatcher.lives]
+            assert dropped
+            while d.dispatcher.lives:
+                await asyncio.sleep(0.05)
+            assert not d.dispatcher.counters["readers_given_up"]
+            await asyncio.sleep(1.0)
+            assert d.dispatcher.counters["readers_given_up"] == 1
+            gc.collect()
+            assert [live() for live in dropped] == [None]
+            with pytest.raises(aio.AioRpcError) as caught:  # who reads after all is not told that this was all
+                while await call.read() is not aio.EOF:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     run(main)
