@@ -18,7 +18,7 @@ from kvferry.engine.sim import SimExecutor, accelerator_called, sim_worker
 from kvferry.errors import KvferryError
 from kvferry.inprocess import Network
 from kvferry.kv.road import roads_called
-from kvferry.messages import Role, Sampling
+from kvferry.messages import Sampling
 from kvferry.shape import ModelShape, read_shape
 from kvferry.text.model_text import TextSizes
 from kvferry.worker.settings import WorkerSettings
@@ -138,7 +138,7 @@ class Fleet:
     @property
     def _is_ready(self) -> bool:
         members = list(self._router.members)
-        are_attached = all(member.role is Role.PREFILL or member.is_attached for member in members)
+        are_attached = all(member.is_attached for member in members)
         return len(members) == self.plan.num_prefill + self.plan.num_decode and are_attached
 
 

@@ -94,6 +94,8 @@ class RouterConfig(_Config):
     """The time per token after it; 0: none."""
     request_timeout_s: float = Field(600.0, gt=0, le=1e9)
     """The longest life of a request that names no limit of its own."""
+    reader_timeout_s: float = Field(60.0, gt=0)
+    """A streamed answer that has ended is kept for so long for a client that reads nothing of it; then its connection is closed."""
     local_tokens: int = Field(16, ge=0)
     """A request that lacks no more than so many tokens at its decode worker fetches nothing."""
     default_temperature: float = Field(1.0, ge=0, le=2)
@@ -102,7 +104,7 @@ class RouterConfig(_Config):
 
 class WorkerConfig(_Config):
     name: str = ""
-    """Unique in the deployment; made from role and process id if not given."""
+    """Unique in the deployment; made from role, host name and process id if not given."""
     port: int = Field(0, ge=0, le=65535)
     """Of the worker's gRPC services; 0 for any: the real one is registered."""
     previous_end: str = ""

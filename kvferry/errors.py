@@ -114,6 +114,11 @@ class LaterError(KvferryError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
+    @property
+    def retry_after(self) -> str:
+        """As both doors say it: whole seconds."""
+        return str(max(round(self.retry_after_s), 1))
+
 
 class Overloaded(LaterError):
     http_status, grpc_code, openai_type, code = 429, "RESOURCE_EXHAUSTED", "rate_limit_error", "overloaded"

@@ -96,6 +96,7 @@ def _limits(config: RouterConfig) -> DispatchLimits:
         QueueLimits(config.max_queued, config.max_queued_tokens, config.max_queued_bytes),
         config.queue_timeout_s,
         config.request_timeout_s,
+        config.reader_timeout_s,
         PlacingRules(config.policy, config.local_tokens, seconds(config.slo_ttft_ms), seconds(config.slo_tpot_ms)),
     )
 

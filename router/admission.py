@@ -10,7 +10,7 @@ still let in.
 import bisect
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvferry.errors import KvferryError, Overloaded
@@ -40,6 +40,8 @@ class FairQueue:
         self._served: dict[bytes, float] = {}
         self._virtual = 0.0
         self._keys: dict[int, tuple[int, float, int]] = {}
+        self._charged: set[int] = set()
+        """Numbers of requests that are in `_served`."""
         self._tokens_of: Counter[bytes] = Counter()
         self.num_tokens = 0
         self.num_bytes = 0
@@ -72,6 +74,7 @@ class FairQueue:
     def _forget(self) -> None:
         """Everybody has what they asked for."""
         self._served.clear()
+        self._charged.clear()
         self._tokens_of.clear()
         self._virtual = 0.0
 
@@ -83,6 +86,7 @@ class FairQueue:
     def charge(self, live: Live) -> None:
         """It is being placed: its tenant is given so much."""
         tenant = live.request.tenant
+        self._charged.add(live.number)
         self._virtual = max(self._virtual, self._served.get(tenant, 0.0))
         self._served[tenant] = self._served.get(tenant, self._virtual) + live.size
         if len(self._served) > 2 * len(self._of_tenant) + MAX_REMEMBERED:
@@ -96,7 +100,10 @@ class FairQueue:
         self.charge(live)
 
     def settle(self, live: Live) -> None:
-        """It has ended: what it might have had and did not is given back."""
+        """It has ended: what it was charged and did not have is given back. One that ended while it waited was charged nothing."""
+        if live.number not in self._charged:
+            return
+        self._charged.remove(live.number)
         tenant, used = live.request.tenant, live.used_tokens
         if tenant in self._served:
             self._served[tenant] = max(self._served[tenant] - max(live.size - used, 0), self._virtual)
@@ -129,8 +136,9 @@ class FairQueue:
 class Admission:
     """Refuses what would wait too long, from how fast the queue has been moving."""
 
-    def __init__(self, queue: FairQueue, limits: QueueLimits):
-        self._queue, self._limits = queue, limits
+    def __init__(self, queue: FairQueue, limits: QueueLimits, short_pool: Callable[[], str] = lambda: "decode"):
+        """`short_pool` names the pool that holds up the queue; asked of only where a request is refused."""
+        self._queue, self._limits, self._short_pool = queue, limits, short_pool
         self._placed: deque[tuple[float, int]] = deque()
 
     def placed(self, live: Live, now: float, has_queue: bool) -> None:
@@ -163,7 +171,7 @@ class Admission:
         wait_s = self.wait_s(now, queue.num_tokens_before(live)) if len(queue) else None
         if wait_s is not None and wait_s > max_wait_s:
             return Overloaded(
-                f"the decode pool is short: a request that comes now would wait {wait_s:.1f} s, and may wait "
+                f"the {self._short_pool()} pool is short: a request that comes now would wait {wait_s:.1f} s, and may wait "
                 f"{max_wait_s:.1f} s; try again later",
                 min(max(wait_s - max_wait_s, 1.0), MAX_RETRY_AFTER_S),
             )
@@ -171,4 +179,5 @@ class Admission:
 
     def _too_full(self, what: str, now: float) -> Overloaded:
         retry_s = min(max(self.wait_s(now, self._queue.num_tokens) or 2.0, 1.0), MAX_RETRY_AFTER_S)
-        return Overloaded(f"{what} waiting for the decode pool, which is the limit; try again later", retry_s)
+        message = f"{what} waiting for the {self._short_pool()} pool, which is the limit; try again later"
+        return Overloaded(message, retry_s)

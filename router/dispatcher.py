@@ -31,6 +31,7 @@ from kvferry.messages import (
     Role,
     Source,
     StepOutput,
+    WorkerDescription,
 )
 from kvferry.streams import Dialer
 from kvferry.text.model_text import ModelText
@@ -59,6 +60,8 @@ class DispatchLimits:
     """The longest wait of a request that nobody has taken yet."""
     request_timeout_s: float = 600.0
     """The longest life of a request that names no time limit of its own."""
+    reader_timeout_s: float = 60.0
+    """A streamed answer that has ended is kept for so long for a reader that takes nothing of it."""
     placing: PlacingRules = field(default_factory=PlacingRules)
 
 
@@ -76,7 +79,7 @@ class Dispatcher:
         self._dialer, self.limits, self._silence_s = dialer, limits, silence_s
         self._lives: dict[int, Live] = {}
         self._queue = FairQueue()
-        self._admission = Admission(self._queue, limits.queue)
+        self._admission = Admission(self._queue, limits.queue, self._short_pool)
         self._apart, self._deadlines = Apart(), Deadlines()
         self._retries, self._refused, self._keys = RetryBudget(), Refused(), LiveKeys()
         self._links: dict[str, tuple[DecodeLink, asyncio.Task[None]]] = {}
@@ -152,6 +155,11 @@ class Dispatcher:
         if live.num_readers <= 0:
             self.cancel(live)
 
+    def given_up(self, live: Live) -> None:
+        """It has ended, and a reader took nothing of it for too long."""
+        self.counters["readers_given_up"] += 1
+        logger.warning("nothing of the finished answer to request %d was read for long: dropped", live.number)
+
     def cancel(self, live: Live) -> None:
         """Nobody wants it any more. Idempotent, also after its end."""
         if not live.has_ended:
@@ -185,7 +193,7 @@ class Dispatcher:
 
     @property
     def is_degraded(self) -> bool:
-        return self.is_ready and not self.members.of(Role.PREFILL)
+        return self.is_ready and not any(member.is_attached for member in self.members.of(Role.PREFILL))
 
     @property
     def max_kv_tokens(self) -> int | None:
@@ -212,7 +220,7 @@ class Dispatcher:
         if left_s:
             self.counters["rejected_harmful"] += 1
             raise InvalidRequest(
-                f"this request has killed the decode worker that it ran on by itself: it is refused for {left_s:.0f} s more; "
+                f"this request has killed or hung the decode worker that it ran on by itself: it is refused for {left_s:.0f} s more; "
                 "change the prompt or the parameters",
                 code="request_refused",
             )
@@ -270,7 +278,8 @@ class Dispatcher:
             return  # `learn` or the verdict's time wakes
         if live.deaths.is_guilty(now):
             self._refused.add(live.request, now)
-            message = f"the request killed the decode worker that it ran on ({live.deaths.last}); it is not tried again"
+            did = "hung" if live.deaths.has_hung_alone else "killed"
+            message = f"the request {did} the decode worker that it ran on ({live.deaths.last}); it is not tried again"
             self._end(live, LiveState.FAILED, EngineFailure(message))
             return
         placement = self.placer.place(live, now)
@@ -317,12 +326,21 @@ class Dispatcher:
         elif placement.is_local:
             self.members.view.will_compute(decode.row, live.number, placement.num_missing_tokens, now)
         live.decode_id = decode.worker_id
+        self._remember_worker(live, decode)
         live.has_begun = placement.is_local  # others say when: they fetch first
         live.placed_choices, live.placed_tokens = len(starts), num_tokens * len(starts)
         live.placed(now)
         live.move(LiveState.PLACED)
         self._placed[live.number] = (decode, prefill)
         self._remember_why(live, placement, now)
+
+    def _remember_worker(self, live: Live, decode: Member) -> None:
+        if not live.is_bit_equal_on(decode.description) and not live.has_changed_numerics:
+            live.has_changed_numerics = True
+            self.counters["numerics_changed"] += 1
+            logger.warning("request %d goes on at %s, whose numerics differ", live.number, decode.worker_id)
+        if not live.has_yielded:
+            live.decodes_on = decode.description
 
     def _remember_why(self, live: Live, placement: Placement, now: float) -> None:
         self.counters["placed_local" if placement.is_local else "placed_fetching"] += 1
@@ -363,8 +381,10 @@ class Dispatcher:
     # --------------------------------------------------------------------------------------------- what the workers say
 
     def _joined(self, member: Member) -> None:
-        for live in self._lives.values():
+        for live in self.lives:
             live.deaths.learn(member.description)
+            if not live.fits(member.description):
+                self._end(live, LiveState.FAILED, _other_model(live, member.description))
         if member.role is Role.DECODE and self._group is not None and member.worker_id not in self._links:
             link = DecodeLink(self._dialer, member, self, self.members.life, self._silence_s)
             self._links[member.worker_id] = (link, self._group.create_task(link.run()))
@@ -373,7 +393,7 @@ class Dispatcher:
         if member.role is Role.DECODE and member.worker_id in self._links:
             _, task = self._links.pop(member.worker_id)
             task.cancel()
-            self.detached(member, "it is no longer a member", may_have_died=True)
+            self.detached(member, "it is no longer a member", may_have_died=not member.fell_silent)
 
     def attached(self, member: Member) -> None:
         member.is_attached = True
@@ -391,12 +411,17 @@ class Dispatcher:
         was_alone = len(lost) == 1 and lost[0].runs_apart and not num_others
         for live in lost:
             self.counters["worker_losses"] += 1
-            if may_have_died and live.has_begun:
-                description = member.description
-                live.deaths.add(Death(description.worker_id, description.incarnation, now, was_alone))
-                self._deadlines.add(now + VERDICT_S, live.number, self._lives)
+            if live.has_begun and not member.progress.is_draining:  # else it was asked to end
+                self._hold_against(live, member, may_have_died, was_alone, now)
             self._queue_again(live, f"its decode worker was lost: {reason}", is_loss=True)
         self._work.ring()
+
+    def _hold_against(self, live: Live, member: Member, may_have_died: bool, was_alone: bool, now: float) -> None:
+        if not may_have_died:
+            live.deaths.hung(member.worker_id, was_alone)
+            return
+        live.deaths.add(Death(member.worker_id, member.description.incarnation, now, was_alone))
+        self._deadlines.add(now + VERDICT_S, live.number, self._lives)
 
     def _is_on(self, live: Live, member: Member) -> bool:
         placed = self._placed.get(live.number)
@@ -547,7 +572,16 @@ class Dispatcher:
         waited = f"waited {self.limits.queue_timeout_s:g} s"
         if not self.is_ready:
             return NoWorker(f"{waited}, and no decode worker became ready: the decode pool is empty", retry_after_s=5)
+        if self._short_pool() == "prefill":
+            message = f"{waited} for the prefill pool: most of what decode workers took waits for it; try again later"
+            return Overloaded(message, retry_after_s=5)
         return Overloaded(f"{waited} for room in the decode pool: it is full; try again later", retry_after_s=5)
+
+    def _short_pool(self) -> str:
+        """Decode workers are full of requests that wait for prefill, and do so for longer than they will decode; or of others."""
+        num_waiting = sum(prefill is not None for _, prefill in self._placed.values())
+        is_prefill = 2 * num_waiting > len(self._placed) and self.placer.is_prefill_behind(self._now())
+        return "prefill" if is_prefill else "decode"
 
     def _next_timeout(self) -> float | None:
         next_s = self._deadlines.next_s(self._lives)
@@ -555,6 +589,17 @@ class Dispatcher:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _other_model(live: Live, worker: WorkerDescription) -> KvferryError:
+    """All workers of its model have left, and another one's join."""
+    began = live.decodes_on
+    assert began is not None
+    return NoWorker(
+        f"the answer began with model {began.model_id} ({began.fidelity}), whose workers have all left; {worker.worker_id} has "
+        f"{worker.model_id} ({worker.fidelity}): send the request again",
+        retry_after_s=2,
+    )
 
 
 def _error_of(end: ChoiceEnd) -> KvferryError:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import Field, ValidationError
 
-from kvferry.errors import InvalidRequest, KvferryError
+from kvferry.errors import InvalidRequest, KvferryError, LaterError
 from kvferry.messages import PROTOCOL_VERSION
 from kvferry.rpc.converter import logprobs_to_wire
 from kvferry.rpc.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -19,6 +21,7 @@ from router.idempotency import checked_key
 from router.journal import Delta, FinishReason
 from router.live import Live, deltas_of
 from router.openai_request import MAX_LOGPROBS, Body, Message
+from router.reader_patience import ReaderPatience
 from router.request import GenerationRequest, Summary
 from router.request_maker import RequestMaker, Wishes, salt_of, tenant_of
 
@@ -26,6 +29,7 @@ SERVICE = "kvferry.v1.GenerationService"
 HEALTH_INTERVAL_S = 0.5
 SCORES_PER_MESSAGE = 1024
 """Places of a prompt with their log-probabilities: a client takes messages of up to 4 MiB by default."""
+LEAST_TIMEOUT_S = 0.001
 OPTIONAL = (
     "max_tokens",
     "temperature",
@@ -82,17 +86,21 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
         live: Live | None = None
         try:
             wishes = _wishes(request, context)
-            made = await self._made(request, _api_key(context), wishes)
+            made = self._in_time(await self._made(request, _api_key(context), wishes), context, wishes.key)
             (live,) = self._dispatcher.submit_all([made], wishes.key)
-            async for numbered in deltas_of((live,)):
-                for one in numbered:
-                    await context.write(_piece(one.delta))
-            for begin in range(0, len(live.journal.prompt_logprobs), SCORES_PER_MESSAGE):
-                part = logprobs_to_wire(live.journal.prompt_logprobs[begin : begin + SCORES_PER_MESSAGE])
-                await context.write(generation_pb2.GenerateResponse(prompt_logprobs=part))
-            await context.write(generation_pb2.GenerateResponse(summary=_summary(live.summary())))
+            async with ReaderPatience((live,), self._dispatcher.limits.reader_timeout_s) as patience:
+                async for message in _messages(live):
+                    await context.write(message)
+                    patience.took_some()
+        except TimeoutError:
+            assert live is not None
+            self._dispatcher.given_up(live)
+            context.set_code(grpc.StatusCode.DEADLINE_EXCEEDED)  # sent behind what is on its way: not awaited
+            context.set_details(
+                f"nothing was read for {self._dispatcher.limits.reader_timeout_s:g} s: the rest is dropped"
+            )
         except KvferryError as error:
-            await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+            await _abort(context, error)
         finally:
             if live is not None:
                 self._dispatcher.leave(live)
@@ -101,7 +109,7 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
         try:
             return generation_pb2.TokenizeResponse(token_ids=(await self._tokens(request))[0])
         except KvferryError as error:
-            await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+            await _abort(context, error)
 
     async def GetModel(self, request: generation_pb2.GetModelRequest, context: Any) -> Any:
         del request, context
@@ -156,6 +164,13 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
             tokens, body, body.max_tokens, param, salt, wishes=wishes, tenant=tenant, continues_prompt=continues
         )
 
+    def _in_time(self, made: GenerationRequest, context: Any, key: str | None) -> GenerationRequest:
+        """The call's own deadline is the request's, if it is shorter. Not under a key: others may join, with more time."""
+        left_s = context.time_remaining()
+        if left_s is None or key is not None or left_s >= (made.timeout_s or self._dispatcher.limits.request_timeout_s):
+            return made
+        return replace(made, timeout_s=max(left_s, LEAST_TIMEOUT_S))
+
     async def _tokens(self, request: Any) -> tuple[list[int], str]:
         """The prompt's tokens, and the field that they came from."""
         kind = request.WhichOneof("input")
@@ -176,6 +191,12 @@ class GrpcApi(generation_pb2_grpc.GenerationServiceServicer):
         raise InvalidRequest("give one of text, chat and token_ids", "input")
 
 
+async def _abort(context: Any, error: KvferryError) -> None:
+    """`retry-after` is in the trailing metadata, as in HTTP's headers."""
+    later = (("retry-after", error.retry_after),) if isinstance(error, LaterError) else ()
+    await context.abort(grpc.StatusCode[error.grpc_code], error.message, later)
+
+
 def _api_key(context: Any) -> str | None:
     """As over HTTP: `authorization: Bearer KEY`."""
     value = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
@@ -192,6 +213,17 @@ def _wishes(request: generation_pb2.GenerateRequest, context: Any) -> Wishes:
         request.slo_tpot_ms / 1000 if request.slo_tpot_ms else None,
         request.explain,
     )
+
+
+async def _messages(live: Live) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    """The whole answer, as it comes."""
+    async for numbered in deltas_of((live,)):
+        for one in numbered:
+            yield _piece(one.delta)
+    for begin in range(0, len(live.journal.prompt_logprobs), SCORES_PER_MESSAGE):
+        part = logprobs_to_wire(live.journal.prompt_logprobs[begin : begin + SCORES_PER_MESSAGE])
+        yield generation_pb2.GenerateResponse(prompt_logprobs=part)
+    yield generation_pb2.GenerateResponse(summary=_summary(live.summary()))
 
 
 def _piece(delta: Delta) -> generation_pb2.GenerateResponse:
@@ -218,4 +250,5 @@ def _summary(summary: Summary) -> generation_pb2.Summary:
         instants_us={name: max(int(seconds * 1e6), 0) for name, seconds in summary.instants_s.items()},
         seed=summary.seed,
         explanation="" if summary.explanation is None else json.dumps(summary.explanation),
+        numerics_changed=summary.has_changed_numerics,
     )

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.errors import (
     BodyTooLarge,
@@ -34,6 +34,7 @@ from router.live import Live, NumberedDelta, deltas_of, wait_all
 from router.metrics import RouterMetrics
 from router.openai_answer import DONE, AnswerShape, ChoiceShape, error_body, event, server_timing
 from router.openai_request import Body, ChatBody, CompletionBody, parse_body
+from router.reader_patience import ReaderPatience
 from router.request import GenerationRequest
 from router.request_maker import RequestMaker, Wishes, salt_of, tenant_of
 
@@ -198,9 +199,14 @@ class StreamedAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_first(_left(receive), self._send(send, scope, receive))
+            async with ReaderPatience(self._lives, self._dispatcher.limits.reader_timeout_s) as patience:
+                await until_first(_left(receive), self._send(_watched(send, patience), scope, receive))
         except Cancelled:
             pass  # the client has left: nobody to tell
+        except TimeoutError:
+            self._dispatcher.given_up(
+                self._lives[0]
+            )  # what was not sent is dropped, and the server closes the connection
         finally:
             for live in self._lives:
                 self._dispatcher.leave(live)
@@ -245,7 +251,17 @@ class StreamedAnswer(Response):
             yield self._shape.usage_chunk(self._lives) + DONE
         else:
             timing = server_timing(self._lives[0].summary())
+            if any(live.request.explains for live in self._lives):
+                yield self._shape.numbers_chunk(self._lives)
             yield f": server-timing {timing}\n\n".encode() + DONE
+
+
+def _watched(send: Send, patience: ReaderPatience) -> Send:
+    async def watched(message: Message) -> None:
+        await send(message)
+        patience.took_some()
+
+    return watched
 
 
 async def _left(receive: Receive) -> None:
@@ -282,7 +298,7 @@ def _api_key(headers: Mapping[str, str]) -> str | None:
 
 
 def _error_response(error: KvferryError) -> JSONResponse:
-    headers = {"Retry-After": str(max(round(error.retry_after_s), 1))} if isinstance(error, LaterError) else None
+    headers = {"Retry-After": error.retry_after} if isinstance(error, LaterError) else None
     return JSONResponse(error_body(error), error.http_status, headers)
 
 

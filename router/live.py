@@ -1,6 +1,6 @@
 """A live request: its journal, where it is, and the instants of its life. Owned by the dispatcher, read by the front doors."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.bell import Bell
 from kvferry.errors import KvferryError
 from kvferry.kv.block_id import chain
-from kvferry.messages import Sampling, StartReport
+from kvferry.messages import Sampling, StartReport, WorkerDescription
 from kvferry.text.model_text import ModelText
 from router.index import keys_of
 from router.journal import Delta, Journal
@@ -52,10 +52,16 @@ class Live:
         self.state = LiveState.QUEUED
         self.error: KvferryError | None = None
         self.changed = Bell()
+        self.at_end: list[Callable[[], None]] = []
+        """Called once it has ended."""
         self.accepted_s = now
         self.queued_s = now
         self.instants_s: dict[str, float] = {}
         self.decode_id = ""
+        self.decodes_on: WorkerDescription | None = None
+        """The worker that its first tokens came from, or will."""
+        self.has_changed_numerics = False
+        """Some of its tokens came from a worker of another numerics id than the first."""
         self.source_ids: tuple[str, ...] = ()
         self.placed_choices = 0
         self.placed_tokens = 0
@@ -124,6 +130,9 @@ class Live:
             raise AssertionError(f"request {self.number} cannot go from {self.state.value} to {state.value}")
         self.state = state
         self.changed.ring()
+        if self.has_ended:
+            for call in self.at_end:
+                call()
 
     def block_ids(self, root: bytes, block_size: int) -> list[bytes]:
         """Of the prompt's whole blocks; computed once."""
@@ -136,6 +145,22 @@ class Live:
         if not self._keys:
             self._keys = keys_of(self.block_ids(root, block_size))
         return self._keys
+
+    @property
+    def has_yielded(self) -> bool:
+        """Something of its answer has come."""
+        return bool(self.journal.num_tokens or self.journal.prompt_logprobs)
+
+    def fits(self, worker: WorkerDescription) -> bool:
+        """What has come of its answer could have come from that worker."""
+        began = self.decodes_on
+        if began is None or not self.has_yielded:
+            return True
+        return (began.model_id, began.fidelity) == (worker.model_id, worker.fidelity)
+
+    def is_bit_equal_on(self, worker: WorkerDescription) -> bool:
+        began = self.decodes_on
+        return began is None or not self.has_yielded or began.numerics_id == worker.numerics_id
 
     def placed(self, now: float) -> None:
         self._placed_s = now
@@ -167,6 +192,7 @@ class Live:
             instants_s=dict(self.instants_s),
             seed=self.request.sampling.seed,
             explanation=self._explained(),
+            has_changed_numerics=self.has_changed_numerics,
         )
 
     def _explained(self) -> dict[str, Any] | None:

@@ -2,7 +2,9 @@
 
 A death counts against a request only if it took part in the worker's steps and nothing from outside explains it. Who started the worker
 tells how it ended when it is back (a signal from outside, or a crash); until then nothing is held against anybody, unless deaths pile
-up. Suspects run apart, on a worker that nobody else uses: one that kills it there is refused for ten minutes, by its fingerprint.
+up. A worker that falls silent hangs, or was stopped or cut off: a request under which two did so, without a token in between, is
+suspect, too. Suspects run apart, on a worker that nobody else uses: one that kills or hangs it there is refused for ten minutes, by
+its fingerprint.
 """
 
 import hashlib
@@ -19,6 +21,8 @@ VERDICT_S = 15.0
 """For a worker to come back and tell; then nothing from outside explains its death."""
 MAX_UNCLEAR = 2
 """Deaths without a verdict yet, after which a request waits for one."""
+MAX_HANGS = 2
+"""Workers that fell silent under a request, one after the other, after which it runs apart."""
 MAX_CRASHES = 5
 """A request that took part in so many deaths is given up, wherever it ran."""
 MAX_REFUSED = 10_000
@@ -56,20 +60,33 @@ class Deaths:
     def __init__(self) -> None:
         self._deaths: list[Death] = []
         self._all: list[Death] = []
+        self._num_hangs = 0
+        self.has_hung_alone = False
+        """Its worker fell silent once more, when nobody else was there."""
+        self.last = ""
+        """The worker that it lost last."""
 
     def add(self, death: Death) -> None:
         self._deaths.append(death)
         self._all.append(death)
+        self.last = death.worker_id
+
+    def hung(self, worker_id: str, was_alone: bool) -> None:
+        """Its worker fell silent while it took part in steps."""
+        self._num_hangs += 1
+        self.has_hung_alone |= was_alone and self._num_hangs > MAX_HANGS
+        self.last = worker_id
 
     @property
     def are_open(self) -> bool:
-        """It has not gone on through a step since."""
-        return bool(self._deaths)
+        """It may be to blame for something, and has not gone on through a step since."""
+        return bool(self._deaths) or self._num_hangs >= MAX_HANGS
 
     def survived(self) -> bool:
-        """It went on elsewhere, through a step: that step was not what kills workers. Whether there was anything to clear."""
-        had_any = bool(self._deaths)
+        """It went on elsewhere, through a step: that step was not what kills or hangs workers. Whether there was anything to clear."""
+        had_any = self.are_open
         self._deaths.clear()
+        self._num_hangs, self.has_hung_alone = 0, False
         return had_any
 
     def learn(self, worker: WorkerDescription) -> None:
@@ -82,19 +99,15 @@ class Deaths:
                     death.verdict = Verdict.CRASH
 
     def is_suspect(self, now: float) -> bool:
-        return bool(self._deaths) and any(death.counts(now) for death in self._deaths)
+        return self._num_hangs >= MAX_HANGS or any(death.counts(now) for death in self._deaths)
 
     def is_guilty(self, now: float) -> bool:
         is_alone = any(death.was_alone for death in self._deaths if death.counts(now))
-        return is_alone or sum(death.counts(now) for death in self._all) >= MAX_CRASHES
+        return is_alone or self.has_hung_alone or sum(death.counts(now) for death in self._all) >= MAX_CRASHES
 
     def waits_for_verdict(self, now: float) -> bool:
         unclear = [d for d in self._deaths if d.verdict is Verdict.UNCLEAR and not d.counts(now)]
         return len(unclear) > MAX_UNCLEAR or any(death.was_alone for death in unclear)
-
-    @property
-    def last(self) -> str:
-        return self._deaths[-1].worker_id if self._deaths else ""
 
 
 def fingerprint(request: GenerationRequest) -> bytes:
@@ -107,7 +120,7 @@ def fingerprint(request: GenerationRequest) -> bytes:
 
 
 class Refused:
-    """Fingerprints of requests that killed a worker by themselves."""
+    """Fingerprints of requests that killed or hung a worker by themselves."""
 
     def __init__(self) -> None:
         self._until: OrderedDict[bytes, float] = OrderedDict()

@@ -59,6 +59,8 @@ class Member:
         """The number of the block event that must come next; None until a snapshot has come."""
         self.has_told_all = False
         self.judged_step = 0
+        self.fell_silent = False
+        """It is no member any more, because it showed no life; its process may be there."""
         self._view = view
         self._has_left = False
 
@@ -72,7 +74,7 @@ class Member:
 
     @property
     def is_attached(self) -> bool:
-        """Decode workers: the router's stream to it is open and has shown life."""
+        """It has shown life: on the router's own stream to it, or, of a prefill worker, by its first progress since it joined."""
         return bool(self._view.bools["is_attached"][self.row])
 
     @is_attached.setter
@@ -256,8 +258,10 @@ class Members:
         if not isinstance(worker, WorkerDescription):
             await stream.send(Refusal("worker", "the first message must describe the worker"))
             return
-        await self._replace(worker.worker_id)
         refusal = self.refusal(worker)
+        if refusal is None:
+            await self._replace(worker.worker_id)
+            refusal = self.refusal(worker)  # others may have joined meanwhile
         if refusal is not None:
             self.num_refused += 1
             logger.warning("refused %s: %s", worker.worker_id, refusal.detail)
@@ -291,6 +295,7 @@ class Members:
         except StreamEnded:
             logger.warning("%s has left", member.worker_id)
         except TimeoutError:
+            member.fell_silent = True
             logger.warning("%s was silent for %g s: taken for dead", member.worker_id, self._silence_s)
 
     async def _listen(self, member: Member, stream: Stream[JoinDown, JoinUp]) -> None:
@@ -341,6 +346,8 @@ class Members:
             self.on_lost(member)
             member.leave()
             del self._by_row[member.row]
+            if any(other.is_aside for other in self.of(member.role)):
+                self.judge(asyncio.get_running_loop().time())  # fewer may be aside, now
             self.on_change()
 
 

@@ -44,6 +44,7 @@ def numbers_of(summary: Summary) -> dict[str, Any]:
         "fetched_bytes": summary.fetched_bytes,
         "attempts": summary.num_attempts,
         "seed": summary.seed,
+        **({"numerics_changed": True} if summary.has_changed_numerics else {}),
         **({} if summary.explanation is None else {"explain": summary.explanation}),
     }
 
@@ -136,10 +137,16 @@ class AnswerShape:
         return event(body)
 
     def usage_chunk(self, lives: Sequence[Live]) -> bytes:
-        summaries = [live.summary() for live in lives]
+        return self._last_chunk(lives, {"usage": usage_of([live.summary() for live in lives])})
+
+    def numbers_chunk(self, lives: Sequence[Live]) -> bytes:
+        """For who asked why, and not for the usage."""
+        return self._last_chunk(lives, {})
+
+    def _last_chunk(self, lives: Sequence[Live], usage: dict[str, Any]) -> bytes:
         body = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        numbers = [numbers_of(summary) for summary in summaries]
-        return event({**body, "choices": [], "usage": usage_of(summaries), "kvferry": numbers})
+        numbers = [numbers_of(live.summary()) for live in lives]
+        return event({**body, "choices": [], **usage, "kvferry": numbers})
 
 
 class ChoiceShape:

@@ -43,7 +43,15 @@ class Outliers:
             if (found is None or now >= found.until_s) and len(self._now_aside(now)) < limit:
                 for_s = FIRST_S if found is None else min(2 * found.for_s, MAX_S)
                 self._aside[name] = _Aside(now + for_s, for_s)
+        self._release_beyond(limit, ordered, now)
         return self._now_aside(now)
+
+    def _release_beyond(self, limit: int, ordered: Sequence[tuple[str, float]], now: float) -> None:
+        """Healthy ones may have left: of those aside, the fastest are tried again before their time."""
+        aside = self._now_aside(now)
+        slowest_first = [name for name, _ in ordered if name in aside]
+        for name in slowest_first[limit:]:
+            self._aside[name].until_s = now
 
     def _forgive(self, name: str, now: float) -> None:
         found = self._aside.get(name)

@@ -137,6 +137,8 @@ class Placement:
     prediction: Prediction = field(default_factory=Prediction)
     keeps_slos: bool = True
     decided_by: str = ""
+    alternative: Prediction | None = None
+    """Of the way that was not taken: fetching, where it is computed here, or computing here."""
     candidates: tuple[Candidate, ...] = ()
 
 
@@ -395,6 +397,7 @@ def _with_sources(demand: Demand, columns: Columns, decode: int, chain: _Chain, 
         chosen,
         _keeps(chosen, demand),
         decided_by,
+        (remote if is_local else here) if missing else None,
     )
 
 
@@ -408,10 +411,12 @@ def _computes_here(
         return True, "local_tokens"
     if not policy.weighs_local:
         return False, "policy"
+    if (keeps := _keeps(here, demand)) != _keeps(remote, demand):
+        return keeps, f"only {'computing here' if keeps else 'fetching'} keeps the SLOs"
     num_streams = max(int(columns.num_active[decode]), 1)
     here_cost_s = here.computing_s * (1 + STREAMS_FIRST * num_streams)
     remote_cost_s = remote.ttft_s - remote.tail_s + FETCH_S
-    if here_cost_s < remote_cost_s and (_keeps(here, demand) or not _keeps(remote, demand)):
+    if here_cost_s < remote_cost_s:
         return True, "computing here costs less"
     return False, "fetching costs less"
 

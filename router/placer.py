@@ -7,11 +7,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvferry.errors import ConfigurationError
 from kvferry.kv.block_id import num_whole_blocks_before_tail
 from router.live import Live
 from router.members import Member, Members
-from router.placement import POLICIES, Candidate, Demand, Placement, place, rows_with_room
+from router.placement import POLICIES, Candidate, Demand, Placement, Prediction, place, rows_with_room
 from router.view import fill_by_row, held_by_row
 
 SMOOTHING = 0.05
@@ -61,6 +64,18 @@ class Placer:
     def _slo_ttft_s(self, live: Live) -> float:
         return self.rules.slo_ttft_s if live.request.slo_ttft_s is None else live.request.slo_ttft_s
 
+    def is_prefill_behind(self, now: float) -> bool:
+        """What waits at the idlest prefill worker takes longer than a usual answer has of steps."""
+        view, description = self._members.view, self._members.any_description
+        if description is None:
+            return False
+        columns = view.columns(description.context_tokens, held_by_row((), view.num_rows), now)
+        prefill, decode = columns.is_usable > columns.is_decode, columns.is_usable & columns.is_decode
+        waiting_s = (columns.waiting_tokens / columns.tokens_per_s).min(where=prefill, initial=np.inf)
+        step_s = columns.step_base_s + columns.step_slope_s * columns.num_active
+        decoding_s = self._output_tokens * step_s.min(where=decode, initial=np.inf)
+        return bool(decoding_s < waiting_s < np.inf)
+
     def place(self, live: Live, now: float) -> Placement | None:
         """None at once where there is no room: asked of every request that waits."""
         members, description = self._members, self._members.any_description
@@ -72,9 +87,16 @@ class Placer:
         rows = rows_with_room(columns, demand)
         if not len(rows):
             return None
+        if live.has_yielded:
+            rows = self._equals_before_others(live, rows)
         held = members.held(live.block_keys(root, description.block_size), now)
         fill_by_row(columns.held_blocks, [(one.rows, one.num_blocks) for one in held])
         return place(demand, columns, POLICIES[self.rules.policy], rows)
+
+    def _equals_before_others(self, live: Live, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+        """A continuation is bit-equal on workers of one numerics id; others take it where none of these has room."""
+        equals = [row for row in rows.tolist() if live.is_bit_equal_on(self._members.at_row(row).description)]
+        return np.array(equals, np.intp) if equals else rows
 
     def expect(self, live: Live, placement: Placement, now: float) -> None:
         """The chain will be where it was placed, and where it is computed."""
@@ -117,7 +139,7 @@ class Placer:
 
     def explanation(self, placement: Placement) -> dict[str, Any]:
         """For the client that asked: JSON values, times in milliseconds."""
-        at_row, predicted = self._members.at_row, placement.prediction
+        at_row = self._members.at_row
         return {
             "policy": self.rules.policy,
             "decode": at_row(placement.decode_row).worker_id,
@@ -127,14 +149,10 @@ class Placer:
             "computes_here": placement.is_local,
             "decided_by": placement.decided_by,
             "keeps_slos": placement.keeps_slos,
-            "predicted_ms": {
-                "waiting": _ms(predicted.waiting_s),
-                "computing": _ms(predicted.computing_s),
-                "moving": _ms(predicted.moving_s),
-                "tail": _ms(predicted.tail_s),
-                "ttft": _ms(predicted.ttft_s),
-                "tpot": _ms(predicted.tpot_s),
-            },
+            "predicted_ms": _parts(placement.prediction),
+            "alternative": None
+            if placement.alternative is None
+            else {"computes_here": not placement.is_local, "predicted_ms": _parts(placement.alternative)},
             "candidates": [self._candidate(at_row(one.row), one) for one in placement.candidates],
         }
 
@@ -153,6 +171,17 @@ class Placer:
 def num_kv_tokens(live: Live) -> int:
     """The most tokens that one of its choices will have in a pool: the answer's last one needs no room."""
     return len(live.request.prompt_tokens) + max(live.request.sampling.max_tokens - 1, 0)
+
+
+def _parts(predicted: Prediction) -> dict[str, float]:
+    return {
+        "waiting": _ms(predicted.waiting_s),
+        "computing": _ms(predicted.computing_s),
+        "moving": _ms(predicted.moving_s),
+        "tail": _ms(predicted.tail_s),
+        "ttft": _ms(predicted.ttft_s),
+        "tpot": _ms(predicted.tpot_s),
+    }
 
 
 def _ms(seconds: float) -> float:

@@ -45,3 +45,5 @@ class Summary:
     seed: int
     explanation: dict[str, Any] | None = None
     """Why it was placed where it was, and what came of it; if asked for."""
+    has_changed_numerics: bool = False
+    """It went on at a worker of another numerics id: valid, and not bit-equal to the undisturbed answer."""

@@ -100,7 +100,6 @@ class WorkerView:
         self.ints["pool_tokens"][row] = description.pool_tokens
         self.bools["is_decode"][row] = description.role is Role.DECODE
         self.bools["is_member"][row] = True
-        self.bools["is_attached"][row] = description.role is Role.PREFILL  # no stream of its own to the router
         self._block_bytes = description.block_bytes
         self._smoothed.clear()
         return row
@@ -127,6 +126,8 @@ class WorkerView:
         if is_decode:
             ints["foreign_active"][row] = max(progress.num_sequences - progress.your_sequences, 0)
             ints["foreign_tokens"][row] = max(progress.kv_tokens - progress.your_kv_tokens, 0)
+        else:
+            self.bools["is_attached"][row] = True  # it has no other stream to the router by which to show life
         self.bools["is_draining"][row] = progress.is_draining
         self._reported[:, row] = _cumulative(progress.waiting_by_size)
         pending = self._pending[row]

@@ -23,7 +23,6 @@ from kvferry.engine.plan import Chunk, Draw, Plan, StepResult
 from kvferry.inprocess import Network
 from kvferry.messages import (
     RequestOpen,
-    Role,
     Sampling,
     StepOutput,
     WorkerDescription,
@@ -281,7 +280,7 @@ class Cluster:
         life = self.nodes[name].worker.body.settings.incarnation
         if member is None or member.description.incarnation != life:
             return False
-        return member.role is Role.PREFILL or member.is_attached
+        return member.is_attached
 
     async def quiet(self) -> None:
         """Waits until nothing runs, then checks that nobody holds anything, and that each router knows what is true."""

@@ -11,7 +11,7 @@ from decode_worker.worker import DecodeWorker
 from kvferry.engine.engine import Engine, fake_engine
 from kvferry.engine.plan import Plan, Runner, StepResult
 from kvferry.inprocess import Network
-from kvferry.messages import Role, Sampling
+from kvferry.messages import Sampling
 from kvferry.text.model_text import TextSizes
 from kvferry.worker.settings import WorkerSettings
 from prefill_worker.worker import PrefillWorker
@@ -107,7 +107,7 @@ class Deployment:
 
     def _is_ready(self, name: str) -> bool:
         member = self.members.get(name)
-        return member is not None and (member.role is Role.PREFILL or member.is_attached)
+        return member is not None and member.is_attached
 
     def submit(self, prompt: list[int], max_tokens: int = 8, n: int = 1, temperature: float = 0, **more: Any) -> Live:
         names = ("stop_token_ids", "num_logprobs", "num_prompt_logprobs")

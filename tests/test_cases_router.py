@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 
+from kvferry.engine.engine import Engine
 from kvferry.engine.plan import Plan, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
-from kvferry.messages import Sampling
+from kvferry.messages import Refusal, Sampling
 from loadtest.virtual_time import run_virtual
 from router.idempotency import seed_of
 from router.journal import FinishReason
 from router.live import Live, LiveState, wait_all
-from router.losses import MAX_UNCLEAR, REFUSED_S
+from router.losses import MAX_CRASHES, MAX_HANGS, MAX_UNCLEAR, REFUSED_S, VERDICT_S
 from router.metrics import RouterMetrics
+from router.openai_answer import numbers_of
 from router.request import GenerationRequest
 from router.retry_budget import LEAST
-from tests.cluster import Cluster, PacedExecutor, Router, cluster
+from tests.cluster import Cluster, PacedExecutor, Router, cluster, exacting_engine
 from tests.hand_off import POISON, answered, counters, expected, poisoned, prompt_of, start_life, tokens_of
 from tests.in_process import BLOCK, Deployment, Node, deployment, limits_of
 from tests.router_schedules import Reading, Wanted, wanted
@@ -45,6 +47,11 @@ def now() -> float:
 def state_of(d: Deployment, name: str) -> str:
     member = d.members.get(name)
     return "gone" if member is None else member.state
+
+
+def is_used(router: Router, name: str) -> bool:
+    member = router.members.get(name)
+    return member is not None and member.state == "ready"
 
 
 def share(lives: list[Live]) -> Counter[str]:
@@ -119,6 +126,90 @@ def test_the_cases_of_what_is_moved_end_as_they_should_where_nothing_happens():
     assert wanted(MOVED["penalties"], 0).tokens != wanted(MOVED["a seed"], 0).tokens
 
 
+def test_a_worker_that_does_not_fit_puts_out_nobody_of_its_name():
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            for name in ("d1", "d2"):
+                made.start(name)
+            await made.ready()
+            router = made.routers[0]
+            before = router.members.get("d1")
+            assert before is not None
+            lives = [router.dispatcher.submit(GenerationRequest(tuple(prompt_of(40, k)), SEEDED)) for k in range(4)]
+            await until(lambda: all(tokens_of(live) for live in lives))
+            stream = made.network.join(router.name)
+            await stream.send(replace(before.description, model_id="another", incarnation="misfit"))
+            refusal = await stream.receive()
+            assert isinstance(refusal, Refusal)
+            assert refusal.field == "model_id"
+            await wait_all(lives)
+            assert router.members.get("d1") is before
+            assert router.dispatcher.counters["worker_losses"] == 0
+            await made.quiet()
+
+    run_virtual(main)
+
+
+def engine_with(**identity: str) -> Engine:
+    engine = exacting_engine(400)
+    return replace(engine, identity=replace(engine.identity, **identity))
+
+
+@pytest.mark.parametrize("change", [{"model_id": "another"}, {"fidelity": "coarser"}])
+def test_a_stream_does_not_go_on_with_another_model_and_a_request_without_a_token_is_answered_by_it(change):
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            made.start("d1")
+            await made.ready()
+            dispatcher = made.routers[0].dispatcher
+            live = dispatcher.submit(GenerationRequest(PROMPT, replace(SEEDED, max_tokens=200)))
+            await until(lambda: len(tokens_of(live)) > 50)
+            fresh = dispatcher.submit(GenerationRequest(PROMPT, SEEDED))
+            await made.kill("d1")
+            await asyncio.sleep(1)
+            assert live.state is fresh.state is LiveState.QUEUED
+            made.start("d2", engine=engine_with(**change))
+            with pytest.raises(NoWorker, match=r"began with model fake-1000 .*whose workers have all left") as caught:
+                await wait_all([live])
+            assert caught.value.retry_after_s >= 1
+            await wait_all([fresh])
+            assert tokens_of(fresh) == wanted(fresh.request, 0).tokens
+            await made.quiet()
+
+    run_virtual(main, 100)
+
+
+def test_a_continuation_goes_where_numerics_are_equal_and_where_they_are_not_it_says_so():
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            made.start("d1")
+            await made.ready()
+            dispatcher = made.routers[0].dispatcher
+            request = GenerationRequest(PROMPT, replace(SEEDED, max_tokens=300))
+            live = dispatcher.submit(request)
+            for name, numerics_id in (("d2", "others"), ("d3", "fake")):
+                made.start(name, engine=engine_with(numerics_id=numerics_id))
+            await made.ready()
+            beside = [dispatcher.submit(GenerationRequest(tuple(prompt_of(40, k)), SEEDED)) for k in range(4)]
+            await until(lambda: len(tokens_of(live)) > 20)
+            await made.kill("d1")
+            await until(lambda: live.decode_id == "d3")
+            await until(lambda: len(tokens_of(live)) > 60)
+            assert not live.summary().has_changed_numerics
+            await made.kill("d3")
+            await wait_all([live, *beside])
+            assert live.decode_id == "d2"
+            assert tokens_of(live) == wanted(request, 0).tokens
+            assert numbers_of(live.summary())["numerics_changed"] is True
+            assert dispatcher.counters["numerics_changed"] >= 1
+            unmoved = dispatcher.submit(request)
+            await wait_all([unmoved])
+            assert "numerics_changed" not in numbers_of(unmoved.summary())
+            await made.quiet()
+
+    run_virtual(main, 100)
+
+
 # ------------------------------------------------------------------------------------------------------ hung, or only busy
 
 
@@ -170,6 +261,30 @@ def test_the_only_decode_worker_hung_is_not_ready_and_its_stream_goes_on_when_it
             await d.quiet()
 
     run_virtual(main, 120)
+
+
+def test_a_hung_prefill_worker_is_used_no_more_although_it_joins_again_and_again_until_it_heals():
+    async def main() -> None:
+        async with deployment("p1", "p2", "d1", limits=limits_of(0), num_slots=2000) as d:
+            for k in range(10):  # steps have been measured
+                await answered(d, prompt_of(60, k), 4)
+            d.nodes["p1"].executor.hang.clear()
+            lives = [d.submit(prompt_of(200, k), 2) for k in range(4)]
+            await until(lambda: state_of(d, "p1") != "ready", 30)
+            states: set[str] = set()
+            for k in range(40):
+                live = await answered(d, prompt_of(100, ("later", k)), 2)
+                assert live.source_ids == ("p2",)
+                states.add(state_of(d, "p1"))
+                await asyncio.sleep(0.3)
+            assert states == {"attaching", "gone"}
+            assert not d.dispatcher.is_degraded
+            await wait_all(lives)
+            d.nodes["p1"].executor.hang.set()
+            assert await until(lambda: state_of(d, "p1") == "ready") < 5
+            await d.quiet()
+
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("base_s", [0.5, 2.5])
@@ -228,6 +343,24 @@ def test_where_all_are_at_capacity_the_refusal_names_pool_and_time_and_who_waits
                 assert live.error is not None
             assert now() - began < 3.2
             await wait_all(running)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_refusal_names_the_prefill_pool_where_decode_workers_are_full_of_what_waits_for_it():
+    async def main() -> None:
+        limits = limits_of(0, max_queued=3, queue_timeout_s=3.0)
+        step = dict(s_per_token=0.01)
+        async with deployment("p1", "d1", limits=limits, num_slots=1000, max_sequences=6, step=step) as d:
+            taken = [d.submit(prompt_of(1000, k), 2) for k in range(9)]
+            with pytest.raises(Overloaded, match="waiting for the prefill pool"):
+                d.submit(prompt_of(1000, "refused"), 2)
+            await until(lambda: sum(live.has_ended for live in taken) >= 3)
+            expired = [live.error for live in taken if live.error is not None]
+            assert expired
+            assert all(isinstance(e, Overloaded) and "for the prefill pool" in e.message for e in expired), expired
+            await until(lambda: all(live.has_ended for live in taken), 200)
             await d.quiet()
 
     run_virtual(main)
@@ -644,6 +777,77 @@ def test_a_request_that_kills_its_worker_is_found_out_and_refused_and_the_innoce
     run_virtual(main)
 
 
+class HangingExecutor(PacedExecutor):
+    """The step in which a marked prompt's tail runs never ends."""
+
+    async def execute(self, plan: Plan) -> StepResult:
+        if any(chunk.tokens.count(MARKED) >= BLOCK for chunk in plan.chunks):
+            await asyncio.get_running_loop().create_future()
+        return await super().execute(plan)
+
+
+def test_a_request_that_hangs_its_workers_is_found_out_and_refused_before_it_has_hung_the_pool():
+    """A hung engine's worker joins again and again, as the life that it was."""
+
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            names = ("d1", "d2", "d3", "d4")
+            for name in names:
+                node = made.start(name)
+                node.executor = node.worker.loop._executor = HangingExecutor(node.engine.runner)  # type: ignore[union-attr]
+            await made.ready()
+            dispatcher = made.routers[0].dispatcher
+            innocents = [GenerationRequest(tuple(prompt_of(50, k)), Sampling(k, 900, 1.0)) for k in range(8)]
+            streams = [dispatcher.submit(request) for request in innocents]
+            await until(lambda: all(tokens_of(live) for live in streams))
+            killer = dispatcher.submit(KILLER)
+            with pytest.raises(EngineFailure, match="hung the decode worker"):
+                await wait_all([killer])
+            assert killer.journal.attempt == MAX_HANGS + 1
+            with pytest.raises(InvalidRequest, match="killed or hung") as caught:
+                dispatcher.submit(KILLER)
+            assert caught.value.code == "request_refused"
+            assert dispatcher.is_ready
+            await wait_all(streams)
+            for request, live in zip(innocents, streams, strict=True):
+                assert tokens_of(live) == wanted(request, 0).tokens
+            await made.stop()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_who_was_there_when_two_workers_were_stopped_in_a_row_runs_apart_at_worst_and_goes_on(is_stopped):
+    """Before its first token or after; the workers heal."""
+
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            for name in ("d1", "d2", "d3"):
+                made.start(name, step=dict(base_s=0.05))
+            await made.ready()
+            router = made.routers[0]
+            requests = [GenerationRequest(tuple(prompt_of(300, k)), Sampling(k, 40, 1.0)) for k in range(9)]
+            lives = [router.dispatcher.submit(request) for request in requests]
+            for _ in range(2):
+                await until(lambda: any(live.has_begun for live in lives if not live.has_ended))
+                victim = Counter(live.decode_id for live in lives if live.has_begun).most_common(1)[0][0]
+                made.nodes[victim].executor.hang.clear()
+                if is_stopped:
+                    made.network.freeze(victim)
+                await until(lambda victim=victim: not is_used(router, victim))
+                made.network.thaw(victim)
+                made.nodes[victim].executor.hang.set()
+            await wait_all(lives)
+            for request, live in zip(requests, lives, strict=True):
+                assert tokens_of(live) == wanted(request, 0).tokens
+            assert router.dispatcher.counters["worker_losses"] > 2
+            assert max(live.journal.attempt for live in lives) > MAX_HANGS
+            await made.ready()
+            await made.quiet()
+
+    run_virtual(main)
+
+
 def test_twenty_kills_from_outside_hold_nothing_against_anybody():
     """A long stream loses its worker twenty times, and is neither blamed nor set apart."""
 
@@ -672,6 +876,35 @@ def test_twenty_kills_from_outside_hold_nothing_against_anybody():
                 assert tokens_of(live) == wanted(request, 0).tokens
             again = dispatcher.submit(replace(requests[0], sampling=replace(requests[0].sampling, max_tokens=4)))
             await wait_all([again])
+            await made.quiet()
+
+    run_virtual(main)
+
+
+def test_a_stream_that_outlives_one_drained_worker_after_the_other_is_blamed_for_none_of_them():
+    """Rolled over to new names, so that nobody comes back to tell how the old ones ended."""
+
+    async def main() -> None:
+        async with cluster(1, limits_of(16)) as made:
+            made.start("d0", num_slots=600, step=dict(base_s=0.05))
+            await made.ready()
+            dispatcher = made.routers[0].dispatcher
+            request = GenerationRequest(tuple(prompt_of(40, 1)), Sampling(1, 3000, 1.0))
+            live = dispatcher.submit(request)
+            for k in range(1, MAX_CRASHES + 2):
+                await asyncio.sleep(2)
+                old = live.decode_id
+                made.nodes[old].worker.body.is_draining = True
+                made.start(f"d{k}", num_slots=600, step=dict(base_s=0.05))
+                await made.ready(f"d{k}")
+                await asyncio.sleep(12)
+                await made.kill(old)  # its grace has ended
+                await asyncio.sleep(VERDICT_S / 5)
+                assert live.decode_id == f"d{k}"
+                assert not live.deaths.are_open
+            assert live.journal.attempt == MAX_CRASHES + 2
+            await wait_all([live])
+            assert tokens_of(live) == wanted(request, 0).tokens
             await made.quiet()
 
     run_virtual(main)
@@ -801,6 +1034,33 @@ def test_a_worker_much_slower_than_its_pool_is_set_aside_keeps_its_streams_and_c
             await wait_all(back)
             assert share(back)["d2"] >= 5, "its turns, and those that it has missed"
             assert router.members.counters["set_aside"] == 1
+            await made.quiet()
+
+    run_virtual(main)
+
+
+def test_a_slow_worker_that_is_the_last_one_is_used_at_once_and_readiness_and_placing_agree():
+    async def main() -> None:
+        async with cluster(1, limits_of(16, policy="round-robin")) as made:
+            for name in ("d1", "d2"):
+                made.start(name)
+            await made.ready()
+            router = made.routers[0]
+            executor = made.nodes["d2"].executor
+            assert isinstance(executor, PacedExecutor)
+            executor.slowness = 8.0
+            requests = [GenerationRequest(tuple(prompt_of(20, k)), Sampling(0, 100, 0.0)) for k in range(8)]
+            lives = [router.dispatcher.submit(request) for request in requests]
+            slow = router.members.get("d2")
+            assert slow is not None
+            await until(lambda: slow.is_aside, 10)
+            await made.kill("d1")
+            await until(lambda: router.members.get("d1") is None, 5)
+            assert router.dispatcher.is_ready
+            assert slow.state == "ready"
+            one = router.dispatcher.submit(GenerationRequest(tuple(prompt_of(20, "new")), Sampling(0, 4, 0.0)))
+            assert one.state is LiveState.PLACED
+            await wait_all([*lives, one])
             await made.quiet()
 
     run_virtual(main)

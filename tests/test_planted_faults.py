@@ -3,7 +3,7 @@
 What the schedules never find, they do not test. Without a plant the same seeds pass: they are among those of test_router_schedules.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.router_schedules import Schedule, carry_out_all, draw
 Plant = Callable[[pytest.MonkeyPatch], None]
 MAX_SEEDS = 24
 """In which a bug must be found, of those whose schedules can show it."""
+UNFIT = (TypeError, AttributeError, NameError)
 BUGS: dict[str, tuple[Plant, Callable[[Schedule], bool]]] = {}
 
 
@@ -212,9 +213,9 @@ def load_is_not_taken_off_a_source(patch: pytest.MonkeyPatch) -> None:
 def a_lost_request_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     again = Dispatcher._queue_again
 
-    def some(self: Dispatcher, live: Live, why: str) -> None:
+    def some(self: Dispatcher, live: Live, why: str, **more: Any) -> None:
         if live.number % 2:
-            again(self, live, why)
+            again(self, live, why, **more)
 
     patch.setattr(Dispatcher, "_queue_again", some)
 
@@ -335,6 +336,26 @@ def test_a_planted_bug_is_found_and_without_it_the_same_schedule_is_right(name, 
 def goes_wrong(seed: int) -> bool:
     try:
         carry_out_all([seed])
-    except AssertionError:
+    except AssertionError as error:
+        unfit = [cause for cause in causes(error) if isinstance(cause, UNFIT)]
+        if unfit:
+            raise ExceptionGroup("the plant does not fit into the product any more: it finds itself", unfit) from error
         return True
     return False
+
+
+def causes(error: BaseException) -> Iterator[Exception]:
+    """What it comes from in the end."""
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from causes(one)
+    elif error.__cause__ is not None:
+        yield from causes(error.__cause__)
+    elif isinstance(error, Exception):
+        yield error
+
+
+def test_a_plant_that_does_not_fit_finds_nothing(monkeypatch):
+    monkeypatch.setattr(Dispatcher, "_release", lambda self: None)
+    with pytest.raises(ExceptionGroup, match="does not fit"):
+        goes_wrong(0)

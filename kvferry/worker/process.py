@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -105,7 +106,7 @@ async def serve_worker(
 ) -> None:
     """Until cancelled. Raises ConfigurationError or JoinRefused. `is_process`: SIGTERM is this worker's; it drains before it ends."""
     keep_freed_memory()
-    name = config.name or f"{config.role}-{os.getpid()}"
+    name = config.name or f"{config.role}-{socket.gethostname()}-{os.getpid()}"
     roads = roads_called(config.transport)
     secret, tls = read_secret(config.secret_file), read_tls(config)
     say_state("loading", share=0.0)

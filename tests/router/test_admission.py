@@ -88,7 +88,11 @@ def test_who_would_wait_longer_than_it_may_is_refused_when_it_comes():
     assert admission.refusal(live(1), 1.0, 3.0) is None
     refusal = admission.refusal(live(1), 1.0, 1.5)
     assert isinstance(refusal, Overloaded)
+    assert "the decode pool is short" in refusal.message
     assert "would wait 2.0 s" in refusal.message
+    short = Admission(queue, QueueLimits(max_requests=1), lambda: "prefill").refusal(live(1), 1.0, 1.5)
+    assert isinstance(short, Overloaded)
+    assert "prefill pool" in short.message
 
 
 def test_placements_without_a_queue_say_nothing_of_what_the_pools_can_take():
@@ -128,6 +132,24 @@ def test_what_a_request_did_not_use_is_given_back():
     assert order(queue)[:3] == [10, 11, 12]
     queue.settle(one)
     assert order(queue)[:2] != [10, 11]
+
+
+def test_nothing_is_given_back_for_what_was_never_charged_or_was_forgotten():
+    queue = queue_of(*(live(k, b"asks", size=1000) for k in range(3)), live(10, b"waits", size=1000))
+    served = live(20, b"asks", size=1000)
+    queue.charge(served)
+    before = order(queue)
+    assert before[0] == 10
+    left = live(99, b"asks", size=100_000)
+    left.used_tokens = 10
+    queue.push(left)
+    queue.remove(left)
+    queue.settle(left)  # it was cancelled, or its time ran out, while it waited
+    assert order(queue) == before
+    served.used_tokens = 1000
+    for _ in range(2):
+        queue.settle(served)
+    assert order(queue) == before
 
 
 def test_tenants_that_come_and_go_leave_nothing_behind():

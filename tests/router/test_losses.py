@@ -68,6 +68,33 @@ def test_going_on_elsewhere_clears():
     assert not found.survived()
 
 
+def test_who_hung_two_workers_without_a_token_in_between_runs_apart_and_who_hangs_that_one_too_is_guilty():
+    found = Deaths()
+    found.hung("d1", was_alone=False)
+    assert not found.are_open
+    assert not found.is_suspect(99.0)
+    found.hung("d2", was_alone=False)
+    assert found.are_open
+    assert found.is_suspect(0.0)
+    assert not found.is_guilty(99.0)
+    found.hung("d3", was_alone=False)
+    assert not found.is_guilty(99.0), "others were there"
+    found.hung("d4", was_alone=True)
+    assert found.is_guilty(0.0)
+    assert found.last == "d4"
+
+
+def test_a_token_after_hangs_clears():
+    found = Deaths()
+    for _ in range(2):
+        found.hung("d1", was_alone=False)
+    assert found.survived()
+    assert not found.is_suspect(99.0)
+    found.hung("d1", was_alone=True)
+    assert not found.are_open
+    assert not found.survived()
+
+
 def test_too_many_crashes_are_enough_wherever_they_were():
     found = deaths(*(Death(f"d{k}", "x", 0.0, False) for k in range(MAX_CRASHES)))
     assert found.is_guilty(VERDICT_S)

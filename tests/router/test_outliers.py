@@ -30,6 +30,17 @@ def test_at_most_half_of_a_pool_is_aside_and_a_pool_of_one_never():
     assert len(outliers.judge(pool, set(pool), 0.0)) <= 1
 
 
+def test_when_healthy_ones_leave_the_fastest_of_those_aside_are_used_again():
+    outliers = Outliers()
+    pool = {"a": 1.0, "b": 1.0, "c": 1.0, "slow": 8.0, "slower": 9.0}
+    assert outliers.judge(pool, set(pool), 0.0) == {"slow", "slower"}
+    without = {name: pool[name] for name in ("a", "slow", "slower")}
+    assert outliers.judge(without, set(), 1.0) == {"slower"}
+    assert outliers.judge({"slow": 8.0, "slower": 9.0}, set(), 1.1) == {"slower"}
+    assert outliers.judge({"slower": 9.0}, set(), 1.2) == frozenset()
+    assert outliers.judge({"slower": 9.0}, {"slower"}, 2.0) == frozenset()
+
+
 def test_two_workers_are_compared_with_each_other():
     assert Outliers().judge({"a": 1.0, "b": 4.0}, {"a", "b"}, 0.0) == {"b"}
 

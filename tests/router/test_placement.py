@@ -108,6 +108,22 @@ def test_computing_here_is_chosen_when_fetching_would_take_longer_and_nobody_is_
     assert placed(d(), busy, policy="prefix").source_rows == (1,), "the other policies do not weigh"
 
 
+def test_of_computing_here_and_fetching_the_one_that_keeps_the_slos_wins_whatever_it_costs():
+    crowded, free = d(num_active=4, active_tokens=4), d(num_active=1, active_tokens=1)
+    late, soon = p(waiting_tokens=1500), p(waiting_tokens=10)
+    assert not placed(crowded, late).is_local
+    in_time = placed(crowded, late, demand=replace(DEMAND, slo_ttft_s=1.0))
+    assert in_time.is_local
+    assert in_time.keeps_slos
+    assert "only computing here" in in_time.decided_by
+    assert placed(free, p(waiting_tokens=3000)).is_local
+    smooth = placed(free, p(waiting_tokens=3000), demand=replace(DEMAND, slo_tpot_s=0.05))
+    assert not smooth.is_local, "computing here would hold up the streams there for longer"
+    assert "only fetching" in smooth.decided_by
+    for slo_s, what in ((0.01, "fetching costs less"), (9.0, "fetching costs less")):
+        assert placed(crowded, soon, demand=replace(DEMAND, slo_ttft_s=slo_s)).decided_by == what
+
+
 def test_whoever_computes_here_still_knows_the_sources_in_case_the_index_is_wrong():
     found = placed(d(held_blocks=12), p())
     assert found.is_local
@@ -195,6 +211,16 @@ def test_predictions_are_what_the_parts_take():
     assert found.computing_s == pytest.approx(12 * BLOCK / 1000)
     assert found.moving_s == pytest.approx(12 * LINK_S)
     assert found.ttft_s == pytest.approx(0.1 + 12 * BLOCK / 1000 + found.tail_s)
+
+
+def test_the_way_that_was_not_taken_is_told_with_its_parts():
+    fetched, computed = placed(d(), p(waiting_tokens=100)), placed(d(), p(waiting_tokens=20_000))
+    assert (fetched.is_local, computed.is_local) == (False, True)
+    assert fetched.alternative.computing_s == pytest.approx(12 * BLOCK / 1000)
+    assert fetched.alternative.waiting_s == 0
+    assert computed.alternative.waiting_s == pytest.approx(20)
+    assert placed(d()).alternative is None
+    assert placed(d(held_blocks=12), p()).alternative is None, "nothing is missing"
 
 
 workers = st.lists(

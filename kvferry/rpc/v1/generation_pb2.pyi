@@ -123,7 +123,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., summary: _Optional[_Union[Summary, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PlaceLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PlaceLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Summary(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "num_fetched_blocks", "fetched_bytes", "num_attempts", "decode_worker_id", "source_worker_id", "instants_us", "seed", "road", "explanation")
+    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_cached_tokens", "num_fetched_blocks", "fetched_bytes", "num_attempts", "decode_worker_id", "source_worker_id", "instants_us", "seed", "road", "explanation", "numerics_changed")
     class InstantsUsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class Summary(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     ROAD_FIELD_NUMBER: _ClassVar[int]
     EXPLANATION_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_CHANGED_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
@@ -155,7 +156,8 @@ class Summary(_message.Message):
     seed: int
     road: str
     explanation: str
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., decode_worker_id: _Optional[str] = ..., source_worker_id: _Optional[str] = ..., instants_us: _Optional[_Mapping[str, int]] = ..., seed: _Optional[int] = ..., road: _Optional[str] = ..., explanation: _Optional[str] = ...) -> None: ...
+    numerics_changed: bool
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., decode_worker_id: _Optional[str] = ..., source_worker_id: _Optional[str] = ..., instants_us: _Optional[_Mapping[str, int]] = ..., seed: _Optional[int] = ..., road: _Optional[str] = ..., explanation: _Optional[str] = ..., numerics_changed: _Optional[bool] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat")

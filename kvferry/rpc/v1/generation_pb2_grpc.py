@@ -59,7 +59,7 @@ class GenerationServiceServicer:
     def Generate(self, request, context):
         """Text, chat or token ids in; a stream of chunks out, of which the last carries `summary`.
         Errors are gRPC codes: INVALID_ARGUMENT (the message names the field), NOT_FOUND (model), RESOURCE_EXHAUSTED and
-        UNAVAILABLE (try later), DEADLINE_EXCEEDED, INTERNAL.
+        UNAVAILABLE (try later: `retry-after` in the trailing metadata, in seconds), DEADLINE_EXCEEDED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
