@@ -25,8 +25,8 @@ def prompt_of(length: int, seed: object = 1) -> list[int]:
     return [random.Random(f"{seed} {k}").randrange(1000) for k in range(length)]
 
 
-def expected(prompt: list[int], max_tokens: int, seed: int = 0) -> list[int]:
-    return fake_answer(prompt, Sampling(seed, max_tokens, 1.0 if seed else 0.0))
+def expected(prompt: list[int], max_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
+    return fake_answer(prompt, Sampling(seed, max_tokens, 1.0 if seed else 0.0), choice=choice)
 
 
 # ------------------------------------------------------------------------------------------------------------- exactness
@@ -344,7 +344,7 @@ def test_a_decode_worker_lost_in_mid_stream_costs_no_token_and_repeats_none(faul
             for live, prompt in zip(lives, prompts, strict=True):
                 await wait_all([live])
                 for choice in live.journal.choices:
-                    assert choice.tokens == expected(prompt, 150, seed)
+                    assert choice.tokens == expected(prompt, 150, seed, choice.choice)
             assert any(live.journal.attempt == 2 for live in lives)
             if fault != "kill":
                 d.network.thaw(victim)

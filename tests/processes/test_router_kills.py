@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes.crowd import Answer, Crowd, body_of, crowd
 from tests.processes.service import Service, wait_until
-from tests.processes.simulated import event, expected_of, ids, simulated, states
+from tests.processes.simulated import choices_of, event, ids, simulated, states
 
 pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 NUM_STREAMS = 16
@@ -20,7 +20,7 @@ GAP_LIMIT_S = 8.0
 
 
 def bodies_of() -> list[dict[str, Any]]:
-    """Greedy and seeded ones, with one choice and two, with log-probabilities, with a stop string that never comes."""
+    """Greedy and seeded ones, with one choice and two, log-probabilities, penalties, and a stop string that never comes."""
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9, "seed": 7},
@@ -30,6 +30,7 @@ def bodies_of() -> list[dict[str, Any]]:
         {"stop": "\u2603 never \u2603"},
         {"temperature": 1.3, "seed": 2**63 + 5, "stop": ["\u2603", "\u2604"], "logprobs": 0},
         {"n": 2, "stop": "\u2603"},
+        {"temperature": 1.0, "seed": 3, "n": 2, "frequency_penalty": 1.5},
     ]
     return [body_of(ids(20 + 37 * k, ("kill", k)), NUM_TOKENS, **kinds[k % len(kinds)]) for k in range(NUM_STREAMS)]
 
@@ -78,7 +79,7 @@ def kill_under_streams(service: Service, num_kills: int) -> list[float]:
         plain = bodies_of()
         undisturbed = [one.result(60) for one in clients.ask_all(plain)]
         for body, answer in zip(plain, undisturbed, strict=True):
-            assert answer.tokens == dict.fromkeys(range(body.get("n", 1)), expected_of(body))
+            assert answer.tokens == choices_of(body)
         bodies = with_stops_that_come(plain, undisturbed)
         undisturbed = [one.result(60) for one in clients.ask_all(bodies)]
         assert {answer.finish[0] for answer in undisturbed} == {"stop", "length"}
