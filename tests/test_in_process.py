@@ -374,6 +374,30 @@ def test_the_only_decode_worker_dies_and_its_successor_finishes_the_stream():
     run_virtual(main)
 
 
+def test_a_stream_without_a_spare_worker_waits_as_long_as_its_time_limit_and_no_longer():
+    """Not only as long as who has not begun may wait in the queue."""
+
+    async def main():
+        limits = limits_of(request_timeout_s=50.0, queue_timeout_s=2.0)
+        async with deployment("p1", "d1", limits=limits) as d:
+            loop = asyncio.get_running_loop()
+            prompt, began = prompt_of(100), loop.time()
+            lives = [d.submit(prompt, 400, timeout_s=20.0), d.submit(prompt, 400)]
+            while min(len(live.journal.choices[0].tokens) for live in lives) < 30:
+                await asyncio.sleep(0.01)
+            await d.kill("d1")
+            for live, limit_s in zip(lives, (20, 50), strict=True):
+                with pytest.raises(DeadlineExceeded, match=f"time limit of {limit_s} s"):
+                    await wait_all([live])
+                assert loop.time() - began == pytest.approx(limit_s, abs=0.1)
+                tokens = live.journal.choices[0].tokens
+                assert tokens == expected(prompt, 400)[: len(tokens)]
+                assert live.journal.choices[0].finish is None
+            await d.quiet()
+
+    run_virtual(main)
+
+
 def test_a_step_that_fails_ends_its_requests_with_a_typed_error_and_no_others():
     async def main():
         async with deployment("p1", "d1") as d:
