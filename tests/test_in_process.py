@@ -15,8 +15,8 @@ from kvferry.engine.plan import NON_FINITE, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Sampling
 from loadtest.virtual_time import run_virtual
-from router.live import LiveState, wait_all
-from tests.in_process import BLOCK, deployment, limits_of
+from router.live import LiveState, deltas_of, wait_all
+from tests.in_process import BLOCK, Deployment, deployment, limits_of
 
 LENGTHS = sorted({1, BLOCK - 1, BLOCK + 1, *(k * BLOCK for k in range(1, 21)), 2 * BLOCK - 1, 2 * BLOCK + 1, 1000})
 
@@ -487,6 +487,32 @@ def test_queued_requests_whose_clients_leave_are_never_computed():
             await wait_all([running])
             computed = d.nodes["p1"].worker.load().counters["computed_tokens"]
             assert computed <= 600
+            await d.quiet()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_writer_that_keeps_up_has_an_event_for_each_token_and_one_that_lags_several_tokens_in_one(num_choices):
+    async def events_of(d: Deployment, prompt: list[int], pause_s: float) -> list[list[int]]:
+        """The tokens of each, of all choices one after the other."""
+        events: list[list[list[int]]] = [[] for _ in range(num_choices)]
+        async for numbered in deltas_of([d.submit(prompt, 60, n=num_choices, temperature=1)]):
+            for one in numbered:
+                events[one.index].append(list(one.delta.token_ids))
+            await asyncio.sleep(pause_s)
+        for choice, found in enumerate(events):
+            assert [token for tokens in found for token in tokens] == expected(prompt, 60, 7, choice)
+        return [tokens for found in events for tokens in found]
+
+    async def main():
+        async with deployment("p1", "d1") as d:
+            step_s = d.nodes["d1"].executor._base_s
+            for pause_s in (0.0, 0.9 * step_s):
+                assert [len(tokens) for tokens in await events_of(d, prompt_of(40), pause_s)] == [1] * 60 * num_choices
+            sizes = [len(tokens) for tokens in await events_of(d, prompt_of(40), 5 * step_s)]
+            assert max(sizes) >= 3
+            assert len(sizes) < 30 * num_choices
             await d.quiet()
 
     run_virtual(main)
