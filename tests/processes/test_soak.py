@@ -179,7 +179,7 @@ def test_prompts_on_either_side_of_grpcs_bounds_go_over_it_whole_and_none_needs_
 
 
 def check_over_grpc(service, reference, length):
-    prompt = ids(length, "grpc")
+    prompt = ids(length, ("grpc", length))
     answer = service.complete(prompt, 8)
     reference.check(prompt, answer["choices"][0]["token_ids"])
     (numbers,) = answer["kvferry"]
