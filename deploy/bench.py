@@ -229,6 +229,15 @@ def bench_pd(
     scale: Annotated[float, typer.Option(min=0.001, help="Lengths of the real part are so many times as long.")] = 0.2,
     max_prompt: Annotated[int, typer.Option(min=1, help="Longest prompt of the real part, in tokens.")] = 2048,
     max_output: Annotated[int, typer.Option(min=1, help="Longest answer of the real part, in tokens.")] = 128,
+    output_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of every answer, in both parts; default: the lengths' own.")
+    ] = None,
+    load: Annotated[
+        str | None,
+        typer.Option(
+            help="Percent of what the slowest layout can do, which is measured first, instead of rates: 25,50,80."
+        ),
+    ] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(min=1, help="Default: 3000; simulated: 500.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(min=1, help="Default: 100; simulated: 25.")] = None,
     itl_target_ms: Annotated[
@@ -258,13 +267,16 @@ def bench_pd(
     from loadtest.arrivals import Fit
     from loadtest.goodput import Slo
     from loadtest.request_trace import read_trace
-    from loadtest.trial import Trial, read_rates
+    from loadtest.trial import Trial, read_loads, read_rates
 
     report = PdReport(as_json)
 
     def trial(at: str, seconds: float, fit: Fit, ttft_ms: float, tpot_ms: float) -> Trial:
         slo = Slo((slo_ttft_ms or ttft_ms) / 1e3, (slo_tpot_ms or tpot_ms) / 1e3)
-        return Trial(read_rates(at), seconds, slo, fit, lengths, read_trace(trace) if trace else ())
+        rows = read_trace(trace) if trace else ()
+        if load is not None:
+            return Trial((), seconds, slo, fit, lengths, rows, loads=read_loads(load))
+        return Trial(read_rates(at), seconds, slo, fit, lengths, rows)
 
     async def measure(plan: RealPlan) -> None:
         async for one in measure_real(plan, notes):
@@ -273,8 +285,8 @@ def bench_pd(
     with told_errors():
         if picture:
             check_can_draw()
-        real_trial = trial(rates, seconds, Fit(scale, max_prompt, max_output), 3000, 100)
-        sim_trial = trial(sim_rates, sim_seconds, Fit(), 500, 25)
+        real_trial = trial(rates, seconds, Fit(scale, max_prompt, max_output, output_tokens), 3000, 100)
+        sim_trial = trial(sim_rates, sim_seconds, Fit(num_output=output_tokens), 500, 25)
         itl_target_s = None if itl_target_ms is None else itl_target_ms / 1e3
         sim_plan = SimPlan(sim_trial, sim_shape, sim_accelerator, sim_workers, itl_target_s)
         real_trial.check()

@@ -16,6 +16,7 @@ from rich.console import Console
 from deploy.deployments import deployment_of
 from deploy.local import LocalDeployment, LocalPlan
 from kvferry.worker.step_line import step_in
+from loadtest.capacity import PER_WORKER, capacity_of
 from loadtest.goodput import GoodputReport
 from loadtest.open_loop import Sent, drive_http
 from loadtest.transfer import transfer_s
@@ -44,22 +45,31 @@ class RealPlan:
 async def measure_real(plan: RealPlan, notes: Console) -> AsyncIterator[Measured]:
     """Rate by rate, layout by layout. Raises ConfigurationError."""
     trial = plan.trial
-    arrivals = {rate: trial.arrivals(rate) for rate in trial.rates}
     async with contextlib.AsyncExitStack() as stack:
         deployments: dict[Layout, LocalDeployment] = {}
         for layout in plan.layouts:
             notes.print(f"  starting {layout.name}")
             deployments[layout] = await stack.enter_async_context(deployment_of(_local_plan(plan, layout)).running())
         for deployment in deployments.values():
-            warm = [replace(one, at_s=0.0) for one in arrivals[trial.rates[-1]][:NUM_WARM]]
-            await drive_http(deployment.url, warm, "warm")
+            await drive_http(deployment.url, trial.burst(NUM_WARM), "warm")
+        if trial.loads:
+            found = [await _capacity(trial, layout, one, notes) for layout, one in deployments.items()]
+            trial = trial.at_capacity(min(found))
+        arrivals = {rate: trial.arrivals(rate) for rate in trial.rates}
         for rate in trial.rates:
             for layout, deployment in deployments.items():
                 notes.print(f"  {layout.name}: {rate:g} requests/s for {trial.seconds:g} s")
                 began = time.perf_counter()
                 sent = await drive_http(deployment.url, arrivals[rate], f"rate {rate}", trial.max_outstanding)
                 report = GoodputReport(_with_transfers(sent, deployment), trial.seconds, trial.slo)
-                yield Measured("real", layout, rate, report, time.perf_counter() - began)
+                yield Measured("real", layout, rate, report, time.perf_counter() - began, trial.load_at(rate))
+
+
+async def _capacity(trial: Trial, layout: Layout, deployment: LocalDeployment, notes: Console) -> float:
+    burst = trial.burst(PER_WORKER * layout.num_workers)
+    capacity = capacity_of(await drive_http(deployment.url, burst, "capacity", len(burst)))
+    notes.print(f"  {layout.name}: {capacity:.3g} requests/s at most")
+    return capacity
 
 
 def _local_plan(plan: RealPlan, layout: Layout) -> LocalPlan:

@@ -30,7 +30,8 @@ class PdReport:
     def add(self, one: Measured) -> None:
         self.measured.append(one)
         if self.as_json:
-            where = {"part": one.part, "layout": one.layout.name, "rate": one.rate}
+            load = {} if one.load is None else {"load": one.load}
+            where = {"part": one.part, "layout": one.layout.name, "rate": one.rate, **load}
             took: dict[str, object] = {"figure": "took", "value": round(one.took_s, 2), "unit": "s"}
             for figure in (*one.report.figures(), took):
                 print(json.dumps({**figure, **where}), flush=True)
@@ -49,7 +50,7 @@ class PdReport:
         console = Console(highlight=False, width=max(Console().width, MIN_WIDTH))
         for part in dict.fromkeys(one.part for one in self.measured):
             console.print(_table(part, [one for one in self.measured if one.part == part]))
-        for text in (*_losses(found), *_targets(found), *_failures(self.measured)):
+        for text in (*_moving(self.measured), *_losses(found), *_targets(found), *_failures(self.measured)):
             console.print(text, soft_wrap=True)
 
 
@@ -87,7 +88,8 @@ def _table(part: str, measured: Sequence[Measured]) -> Table:
         if last not in (None, one.rate):
             table.add_section()
         last = one.rate
-        table.add_row(f"{one.rate:g}", one.layout.name, *_cells(one.report), f"{one.took_s:.0f}")
+        load = "" if one.load is None else f" ({one.load:.0%})"
+        table.add_row(f"{one.rate:g}{load}", one.layout.name, *_cells(one.report), f"{one.took_s:.0f}")
     return table
 
 
@@ -103,6 +105,17 @@ def _cells(report: GoodputReport) -> list[str]:
     latencies = [ms("ttft", 50), ms("ttft", 99), *parts, moved, ms("itl", 50), ms("itl", 99), chats, ms("e2e", 50)]
     counts = [str(report.failures.total()), str(report.num_no_text)]
     return [str(len(report.sent)), *latencies, f"{report.goodput:.3g}", *counts]
+
+
+def _moving(measured: Sequence[Measured]) -> list[str]:
+    """The largest share in each part."""
+    known = [one for one in measured if one.report.transfer_share is not None]
+    worst = {one.part: one for one in sorted(known, key=lambda one: one.report.transfer_share or 0.0)}
+    return [
+        f"moving blocks took {one.report.transfer_share:.1%} of the time to the first token at most "
+        f"({one.part}, {one.rate:g}/s, {one.layout.name})"
+        for one in worst.values()
+    ]
 
 
 def _losses(found: Sequence[Verdict]) -> list[str]:

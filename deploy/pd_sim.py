@@ -15,6 +15,7 @@ from kvferry.engine.sim import accelerator_called, sim_worker
 from kvferry.errors import ConfigurationError
 from kvferry.shape import read_shape
 from loadtest.arrivals import Arrival, prompt_of
+from loadtest.capacity import PER_WORKER, capacity_of
 from loadtest.goodput import GoodputReport
 from loadtest.open_loop import Sent, drive
 from loadtest.stream import StreamRecord
@@ -61,6 +62,8 @@ class SimPlan:
 def measure_sim(plan: SimPlan, notes: Console) -> Iterator[Measured]:
     """Rate by rate, layout by layout. Raises ConfigurationError. Not to be called from a running event loop."""
     trial = plan.trial
+    if trial.loads:
+        trial = trial.at_capacity(min(_capacity(plan, layout, notes) for layout in plan.layouts))
     for rate in trial.rates:
         arrivals = trial.arrivals(rate)
         for layout in plan.layouts:
@@ -68,7 +71,16 @@ def measure_sim(plan: SimPlan, notes: Console) -> Iterator[Measured]:
             began = time.perf_counter()
             sent = simulate(plan.fleet_plan(layout), arrivals, f"rate {rate}")
             took_s = time.perf_counter() - began
-            yield Measured("sim", layout, rate, GoodputReport(sent, trial.seconds, trial.slo), took_s)
+            yield Measured(
+                "sim", layout, rate, GoodputReport(sent, trial.seconds, trial.slo), took_s, trial.load_at(rate)
+            )
+
+
+def _capacity(plan: SimPlan, layout: Layout, notes: Console) -> float:
+    sent = simulate(plan.fleet_plan(layout), plan.trial.burst(PER_WORKER * layout.num_workers), "capacity")
+    capacity = capacity_of(sent)
+    notes.print(f"  {layout.name}: {capacity:.3g} requests/s at most")
+    return capacity
 
 
 def simulate(plan: FleetPlan, arrivals: tuple[Arrival, ...], run: object) -> tuple[Sent, ...]:

@@ -34,11 +34,15 @@ class Fit:
     scale: float = 1.0
     max_prompt: int = 100_000
     max_output: int = 10_000
+    num_output: int | None = None
+    """Of every answer, whatever the shape says."""
 
     def prompt(self, tokens: int) -> int:
         return min(max(round(tokens * self.scale), 1), self.max_prompt)
 
     def output(self, tokens: int) -> int:
+        if self.num_output is not None:
+            return self.num_output
         return min(max(round(tokens * self.scale), 1), self.max_output)
 
 

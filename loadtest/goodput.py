@@ -8,21 +8,14 @@ has no first token, and is counted apart. Pure.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 
+from loadtest.fate import Fate, count_failures, count_no_text, fate_of
 from loadtest.open_loop import Sent
 from loadtest.report import percentile
 from loadtest.stream import StreamRecord
 
 PERCENTILES = (50, 99)
-
-
-class Fate(Enum):
-    SUCCEEDED = "succeeded"
-    NO_TEXT = "no_text"
-    """Whole, with a finish reason and the usage, but the first token was the last."""
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +27,6 @@ class Slo:
     def is_kept_by(self, record: StreamRecord) -> bool:
         ttft_s, tpot_s = record.ttft_s, record.tpot_s
         return ttft_s is not None and ttft_s <= self.ttft_s and (tpot_s is None or tpot_s <= self.tpot_s)
-
-
-def fate_of(record: StreamRecord) -> Fate:
-    if not record.failure:
-        return Fate.SUCCEEDED
-    return Fate.NO_TEXT if record.failure == "empty" else Fate.FAILED
-
-
-def failure_kind(record: StreamRecord) -> str:
-    """Of a failed one: as loadtest/stream.py says, but what ended before it said anything is told from what was cut in mid-answer."""
-    return "empty" if record.failure == "cut" and not record.event_s else record.failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +67,11 @@ class GoodputReport:
 
     @property
     def num_no_text(self) -> int:
-        return sum(fate_of(one.record) is Fate.NO_TEXT for one in self.sent)
+        return count_no_text(one.record for one in self.sent)
 
     @cached_property
     def failures(self) -> Counter[str]:
-        return Counter(failure_kind(one.record) for one in self.sent if fate_of(one.record) is Fate.FAILED)
+        return count_failures(one.record for one in self.sent)
 
     @property
     def share_failed(self) -> float:

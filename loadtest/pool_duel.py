@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from loadtest.lengths import CHAT
-from loadtest.trial import Layout, Measured
+from loadtest.trial import Measured
 
 COMPARED = (("ttft", 50), ("ttft", 99), ("itl", 50), ("itl", 99), ("e2e", 50))
 EVEN = 0.05
@@ -60,8 +60,4 @@ def _of(two: Measured, one: Measured) -> Iterator[Verdict]:
 
 def is_like_for_like(two: Measured, one: Measured) -> bool:
     """As many workers, so each with as many threads."""
-
-    def size(layout: Layout) -> int:
-        return layout.num_prefill + layout.num_decode
-
-    return size(two.layout) == size(one.layout)
+    return two.layout.num_workers == one.layout.num_workers

@@ -1,4 +1,7 @@
-"""A load test's figures: percentiles over real samples (with their number), throughput, failures by kind."""
+"""A load test's figures: percentiles over real samples (with their number), throughput, failures by kind.
+
+An answer that ended before any text is neither a success nor a failure: it has no first token, and is counted apart.
+"""
 
 import json
 import math
@@ -9,6 +12,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.fate import Fate, count_failures, count_no_text, fate_of
 from loadtest.stream import StreamRecord
 
 PERCENTILES = (50, 90, 99)
@@ -27,18 +31,23 @@ class LoadReport:
 
     @property
     def succeeded(self) -> list[StreamRecord]:
-        return [record for record in self.records if not record.failure]
+        return [record for record in self.records if fate_of(record) is Fate.SUCCEEDED]
 
     @property
     def failures(self) -> Counter[str]:
-        return Counter(record.failure for record in self.records if record.failure)
+        return count_failures(self.records)
+
+    @property
+    def num_no_text(self) -> int:
+        return count_no_text(self.records)
 
     @property
     def share_failed(self) -> float:
-        return 1 - len(self.succeeded) / len(self.records) if self.records else 1.0
+        """1 if nothing was asked: that is no success."""
+        return self.failures.total() / len(self.records) if self.records else 1.0
 
     def samples(self) -> dict[str, list[float]]:
-        """By name, in milliseconds; failures are left out."""
+        """By name, in milliseconds; of those that succeeded."""
         done = self.succeeded
 
         def known(values: Iterable[float | None]) -> list[float]:
@@ -67,7 +76,8 @@ class LoadReport:
                 "unit": "requests/s",
             },
             {"figure": "succeeded", "value": len(self.succeeded), "unit": "requests"},
-            {"figure": "failed", "value": len(self.records) - len(self.succeeded), "unit": "requests"},
+            {"figure": "no_text", "value": self.num_no_text, "unit": "requests"},
+            {"figure": "failed", "value": self.failures.total(), "unit": "requests"},
         ]
         figures += [{"figure": f"failed_{kind}", "value": n, "unit": "requests"} for kind, n in self.failures.items()]
         return figures
@@ -89,7 +99,8 @@ def print_report(report: LoadReport, as_json: bool) -> None:
         if "throughput" in str(figure["figure"]):
             console.print(f"{figure['figure']}: {figure['value']} {figure['unit']}")
     console.print(
-        f"{len(report.succeeded)} succeeded, {len(report.records) - len(report.succeeded)} failed {dict(report.failures) or ''}"
+        f"{len(report.succeeded)} succeeded, {report.num_no_text} ended before any text, "
+        f"{report.failures.total()} failed {dict(report.failures) or ''}"
     )
-    for detail in {record.detail for record in report.records if record.failure}:
+    for detail in {record.detail for record in report.records if record.detail}:
         console.print(f"  failed: {detail}")

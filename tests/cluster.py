@@ -1,8 +1,7 @@
 """Several routers over the same workers in one event loop, over a network that can be slow or lose a message.
 
-The model is the fake one, made more exacting: a sampled token also derives from its choice, its index and what penalties look at, so that
-a continuation that gets one of them wrong is another answer. What is checked while it runs (a token of an attempt that is over is
-never taken, an opening has exactly what was emitted, a draining worker gets nothing new) is checked at the routers' own doors.
+What is checked while it runs (a token of an attempt that is over is never taken, an opening has exactly what was emitted, a draining
+worker gets nothing new) is checked at the routers' own doors.
 """
 
 import asyncio
@@ -14,16 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from decode_worker.worker import DecodeWorker
-from kvferry.engine.engine import Engine, fake_engine
-from kvferry.engine.fake import BytesMemory, FakeRunner, kv_of, next_token
-from kvferry.engine.plan import Chunk, Draw, Plan, StepResult
+from kvferry.engine.engine import fake_engine
+from kvferry.engine.plan import Plan, StepResult
 from kvferry.inprocess import Network
 from kvferry.messages import (
     RequestOpen,
-    Sampling,
     StepOutput,
     WorkerDescription,
     WorkerProgress,
@@ -35,51 +31,8 @@ from router.index import NUM_SHARDS, PrefixIndex, keys_of
 from router.members import Member, Members
 from tests.in_process import BLOCK, Node, NumberText, VirtualExecutor
 
-VOCABULARY = 1000
 DRAIN_IS_KNOWN_S = 1.5
 """After so long, every router that hears from the worker knows that it drains."""
-
-
-# -------------------------------------------------------------------------------------------------------------- the model
-
-
-def exacting(token: int, draw: Draw) -> int:
-    """Greedy answers are the plain fake model's."""
-    sampling = draw.sampling
-    if not sampling.temperature:
-        return token
-    seen = (draw.prompt_tokens, draw.answer_tokens) if sampling.has_penalties else ()
-    of = f"{token} {draw.choice} {draw.index} {seen}".encode()
-    return xxhash.xxh3_64_intdigest(of, sampling.seed) % VOCABULARY
-
-
-def exact_answer(prompt: tuple[int, ...], sampling: Sampling, choice: int = 0) -> list[int]:
-    """What any undisturbed service answers: computed without pool, plan or router. Where it is greedy, `fake_answer`."""
-    context, previous, answer, pending = b"", b"", list[int](), list(prompt)
-    seed = sampling.seed if sampling.temperature else 0
-    while len(answer) < sampling.max_tokens:
-        for token in pending:
-            previous = kv_of(previous, token)
-            context += previous
-        seen = (prompt, tuple(answer)) if sampling.has_penalties else ((), ())
-        token = exacting(next_token(context, VOCABULARY, seed), Draw(sampling, choice, len(answer), *seen))
-        answer.append(token)
-        if token in sampling.stop_token_ids:
-            break
-        pending = [token]
-    return answer
-
-
-class ExactingRunner(FakeRunner):
-    def _run(self, chunk: Chunk) -> int | None:
-        token = super()._run(chunk)
-        return token if token is None or chunk.draw is None else exacting(token, chunk.draw)
-
-
-def exacting_engine(num_slots: int) -> Engine:
-    engine = fake_engine(num_slots, BLOCK, VOCABULARY)
-    assert isinstance(engine.memory, BytesMemory)
-    return replace(engine, runner=ExactingRunner(engine.memory, VOCABULARY))
 
 
 class PacedExecutor(VirtualExecutor):
@@ -247,7 +200,7 @@ class Cluster:
         return self.routers[-1]
 
     def start(self, name: str, life: int = 1, *, num_slots: int = 400, step: Any = None, **settings: Any) -> Node:
-        engine = settings.pop("engine", None) or exacting_engine(num_slots)
+        engine = settings.pop("engine", None) or fake_engine(num_slots, BLOCK)
         executor = PacedExecutor(engine.runner, **(step or {}))
         kind = PrefillWorker if name.startswith("p") else DecodeWorker
         addresses = tuple(router.name for router in self.routers)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from kvferry.engine.fake import fake_answer
 from kvferry.errors import Conflict, DeadlineExceeded, EngineFailure, InvalidRequest, KvferryError, NoWorker, Overloaded
 from kvferry.kv.block_id import chain, chain_root
 from kvferry.messages import Sampling
@@ -23,7 +24,7 @@ from router.live import Live, LiveState
 from router.losses import VERDICT_S
 from router.placement import POLICIES
 from router.request import GenerationRequest
-from tests.cluster import Cluster, Router, cluster, exact_answer
+from tests.cluster import Cluster, Router, cluster
 from tests.drawn import DrawnWorker, Fault
 from tests.faulty_roads import ROADS
 from tests.in_process import BLOCK, limits_of
@@ -151,7 +152,7 @@ def _asks(rng: random.Random, num_routers: int) -> Iterator[Ask]:
         sampling = Sampling(seed, max_tokens, float(bool(seed)))
         if seed and rng.random() < 0.3:
             sampling = replace(sampling, presence_penalty=0.5)
-        answer = exact_answer(prompt, sampling)
+        answer = fake_answer(prompt, sampling)
         if len(stems) < 8 and len(prompt) < 100:
             stems.append([*prompt, *answer])
         if rng.random() < 0.15:
@@ -233,7 +234,7 @@ def wanted(request: GenerationRequest, choice: int) -> Wanted:
     """Token by token, with the text that has come so far; a stop string ends it wherever it is first complete."""
     sampling = replace(request.sampling, num_logprobs=None)
     tokens, text = list[int](), ""
-    for token in exact_answer(request.prompt_tokens, sampling, choice):
+    for token in fake_answer(request.prompt_tokens, sampling, choice=choice):
         tokens.append(token)
         if token in sampling.stop_token_ids:  # its text is not given out
             return Wanted(tokens, text, FinishReason.STOP)
@@ -279,7 +280,7 @@ class Reading:
 def everything_of(request: GenerationRequest) -> list[tuple[int, ...]]:
     """What may have KV for it: prompt and answer of each choice, as far as others' prompts may go on from them."""
     sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, 40), num_logprobs=None)
-    answers = (exact_answer(request.prompt_tokens, sampling, choice) for choice in range(request.num_choices))
+    answers = (fake_answer(request.prompt_tokens, sampling, choice=choice) for choice in range(request.num_choices))
     return [(*request.prompt_tokens, *answer) for answer in answers]
 
 

@@ -15,8 +15,8 @@ from kvferry.engine.plan import NON_FINITE, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Sampling
 from loadtest.virtual_time import run_virtual
-from router.live import LiveState, wait_all
-from tests.in_process import BLOCK, deployment, limits_of
+from router.live import LiveState, deltas_of, wait_all
+from tests.in_process import BLOCK, Deployment, deployment, limits_of
 
 LENGTHS = sorted({1, BLOCK - 1, BLOCK + 1, *(k * BLOCK for k in range(1, 21)), 2 * BLOCK - 1, 2 * BLOCK + 1, 1000})
 
@@ -25,8 +25,8 @@ def prompt_of(length: int, seed: object = 1) -> list[int]:
     return [random.Random(f"{seed} {k}").randrange(1000) for k in range(length)]
 
 
-def expected(prompt: list[int], max_tokens: int, seed: int = 0) -> list[int]:
-    return fake_answer(prompt, Sampling(seed, max_tokens, 1.0 if seed else 0.0))
+def expected(prompt: list[int], max_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
+    return fake_answer(prompt, Sampling(seed, max_tokens, 1.0 if seed else 0.0), choice=choice)
 
 
 # ------------------------------------------------------------------------------------------------------------- exactness
@@ -344,7 +344,7 @@ def test_a_decode_worker_lost_in_mid_stream_costs_no_token_and_repeats_none(faul
             for live, prompt in zip(lives, prompts, strict=True):
                 await wait_all([live])
                 for choice in live.journal.choices:
-                    assert choice.tokens == expected(prompt, 150, seed)
+                    assert choice.tokens == expected(prompt, 150, seed, choice.choice)
             assert any(live.journal.attempt == 2 for live in lives)
             if fault != "kill":
                 d.network.thaw(victim)
@@ -369,6 +369,30 @@ def test_the_only_decode_worker_dies_and_its_successor_finishes_the_stream():
             d.start("d1")
             await wait_all([live])
             assert live.journal.choices[0].tokens == expected(prompt, 100)
+            await d.quiet()
+
+    run_virtual(main)
+
+
+def test_a_stream_without_a_spare_worker_waits_as_long_as_its_time_limit_and_no_longer():
+    """Not only as long as who has not begun may wait in the queue."""
+
+    async def main():
+        limits = limits_of(request_timeout_s=50.0, queue_timeout_s=2.0)
+        async with deployment("p1", "d1", limits=limits) as d:
+            loop = asyncio.get_running_loop()
+            prompt, began = prompt_of(100), loop.time()
+            lives = [d.submit(prompt, 400, timeout_s=20.0), d.submit(prompt, 400)]
+            while min(len(live.journal.choices[0].tokens) for live in lives) < 30:
+                await asyncio.sleep(0.01)
+            await d.kill("d1")
+            for live, limit_s in zip(lives, (20, 50), strict=True):
+                with pytest.raises(DeadlineExceeded, match=f"time limit of {limit_s} s"):
+                    await wait_all([live])
+                assert loop.time() - began == pytest.approx(limit_s, abs=0.1)
+                tokens = live.journal.choices[0].tokens
+                assert tokens == expected(prompt, 400)[: len(tokens)]
+                assert live.journal.choices[0].finish is None
             await d.quiet()
 
     run_virtual(main)
@@ -463,6 +487,32 @@ def test_queued_requests_whose_clients_leave_are_never_computed():
             await wait_all([running])
             computed = d.nodes["p1"].worker.load().counters["computed_tokens"]
             assert computed <= 600
+            await d.quiet()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_writer_that_keeps_up_has_an_event_for_each_token_and_one_that_lags_several_tokens_in_one(num_choices):
+    async def events_of(d: Deployment, prompt: list[int], pause_s: float) -> list[list[int]]:
+        """The tokens of each, of all choices one after the other."""
+        events: list[list[list[int]]] = [[] for _ in range(num_choices)]
+        async for numbered in deltas_of([d.submit(prompt, 60, n=num_choices, temperature=1)]):
+            for one in numbered:
+                events[one.index].append(list(one.delta.token_ids))
+            await asyncio.sleep(pause_s)
+        for choice, found in enumerate(events):
+            assert [token for tokens in found for token in tokens] == expected(prompt, 60, 7, choice)
+        return [tokens for found in events for tokens in found]
+
+    async def main():
+        async with deployment("p1", "d1") as d:
+            step_s = d.nodes["d1"].executor._base_s
+            for pause_s in (0.0, 0.9 * step_s):
+                assert [len(tokens) for tokens in await events_of(d, prompt_of(40), pause_s)] == [1] * 60 * num_choices
+            sizes = [len(tokens) for tokens in await events_of(d, prompt_of(40), 5 * step_s)]
+            assert max(sizes) >= 3
+            assert len(sizes) < 30 * num_choices
             await d.quiet()
 
     run_virtual(main)

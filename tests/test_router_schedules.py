@@ -4,7 +4,6 @@ One schedule alone, by its number: `.venv/bin/python -c "from tests.router_sched
 """
 
 import os
-import random
 import subprocess
 import sys
 from collections import Counter
@@ -12,10 +11,7 @@ from functools import cache
 
 import pytest
 
-from kvferry.engine.fake import fake_answer
-from kvferry.messages import Sampling
 from router.placement import POLICIES
-from tests.cluster import exact_answer
 from tests.router_schedules import KINDS, NUM_ASKS, TENANTS, carry_out_all, draw
 from tests.traced_schedules import digests_of, trace_of
 
@@ -55,17 +51,6 @@ def test_the_schedules_have_every_policy_pool_and_way_to_ask():
         assert sum(bool(getattr(ask.request, has)) for ask in asks) >= 500, has
     assert sum(len(ask.readers) > 1 for ask in asks) >= 500
     assert sum(any(reader.leaves_after_s is not None for reader in ask.readers) for ask in asks) >= 1000
-
-
-def test_the_reference_is_the_fake_models_and_depends_on_whatever_a_continuation_must_carry_over():
-    for number in range(20):
-        prompt = tuple(random.Random(number).randrange(1000) for _ in range(30))
-        greedy, seeded = Sampling(0, 12, 0.0), Sampling(3, 12, 1.0)
-        assert exact_answer(prompt, greedy) == fake_answer(list(prompt), greedy)
-        penalised = Sampling(3, 12, 1.0, presence_penalty=0.5)
-        answers = [exact_answer(prompt, seeded, 0), exact_answer(prompt, seeded, 1), exact_answer(prompt, penalised)]
-        goes_on = exact_answer((*prompt, *answers[0][:4]), seeded)[:8]
-        assert len({tuple(answer[4:]) for answer in (*answers, [*answers[0][:4], *goes_on])}) == 4
 
 
 @pytest.mark.parametrize(

@@ -188,8 +188,8 @@ def _worker(rng: random.Random, name: str, asks: tuple[Ask, ...], kind_of_roads:
 
 
 @cache
-def expected(prompt: tuple[int, ...], sampling: Sampling) -> list[int]:
-    return fake_answer(list(prompt), sampling)
+def expected(prompt: tuple[int, ...], sampling: Sampling, choice: int = 0) -> list[int]:
+    return fake_answer(prompt, sampling, choice=choice)
 
 
 # --------------------------------------------------------------------------------------------------- carrying it out
@@ -264,8 +264,9 @@ class Run:
 
     def _check_answer(self, ask: Ask, live: Live) -> None:
         self.happened[live.state.value] += 1
-        wanted = expected(ask.prompt, replace(ask.sampling, num_logprobs=None, num_prompt_logprobs=None))
+        sampling = replace(ask.sampling, num_logprobs=None, num_prompt_logprobs=None)
         for choice in live.journal.choices:
+            wanted = expected(ask.prompt, sampling, choice.choice)
             whole = wanted if live.state is LiveState.FINISHED else wanted[: len(choice.tokens)]
             assert choice.tokens == whole, (ask, choice.choice)
             if ask.sampling.num_logprobs is not None:

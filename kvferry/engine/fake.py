@@ -2,8 +2,10 @@
 
 A token's KV is 64 bytes, a hash of the token and of the previous token's KV as read from the pool; the next token is a hash of
 all KV bytes of the context as read through the block table. So a lost, stale, swapped or doubled block changes the output,
-and equal tokens give equal output wherever and however they were computed. Used by the tests, and by simulated workers
-(kvferry/engine/sim.py), where time, not text, is of interest.
+and equal tokens give equal output wherever and however they were computed. A sampled token derives from its seed, its choice and its
+index as well, and any token from what its penalties look at, so that choices that are swapped show, and so does a continuation that
+carries one of these over wrongly. Used by the tests, and by simulated workers (kvferry/engine/sim.py), where time, not text, is of
+interest.
 """
 
 import ctypes
@@ -12,7 +14,7 @@ from hashlib import blake2b
 
 import xxhash
 
-from kvferry.engine.plan import Chunk, Plan, StepResult
+from kvferry.engine.plan import Chunk, Draw, Plan, StepResult
 from kvferry.kv.memory import BlockFormat
 from kvferry.messages import Sampling, TokenLogprobs
 
@@ -70,10 +72,7 @@ class FakeRunner:
             return None
         end = chunk.start + len(chunk.tokens)
         begin = max(end - self._window, 0) if self._window else 0
-        sampling = chunk.draw.sampling
-        return next_token(
-            self._context(chunk, begin, end), self._vocabulary_size, sampling.seed if sampling.temperature else 0
-        )
+        return drawn_token(self._context(chunk, begin, end), self._vocabulary_size, chunk.draw)
 
     def _context(self, chunk: Chunk, begin: int, end: int) -> bytes:
         """The KV of positions [begin, end), read through the block table."""
@@ -96,21 +95,33 @@ def kv_of(previous: bytes, token: int) -> bytes:
     return blake2b(previous + token.to_bytes(4, "little"), digest_size=KV_BYTES).digest()
 
 
-def next_token(context: bytes, vocabulary_size: int, seed: int = 0) -> int:
-    return xxhash.xxh3_64_intdigest(context, seed) % vocabulary_size
+def drawn_token(context: bytes, vocabulary_size: int, draw: Draw) -> int:
+    """Greedy choices of one prompt are equal, sampled ones are not, as with a real model."""
+    sampling = draw.sampling
+    seed = sampling.seed if sampling.temperature else 0
+    token = xxhash.xxh3_64_intdigest(context, seed) % vocabulary_size
+    if not (sampling.temperature or sampling.has_penalties):
+        return token
+    seen = (draw.prompt_tokens, draw.answer_tokens) if sampling.has_penalties else ()
+    place = f"{draw.choice} {draw.index}" if sampling.temperature else ""
+    return xxhash.xxh3_64_intdigest(f"{token} {place} {seen}".encode(), seed) % vocabulary_size
 
 
-def fake_answer(prompt: list[int], sampling: Sampling, vocabulary_size: int = 1000, window: int = 0) -> list[int]:
+def fake_answer(
+    prompt: Sequence[int], sampling: Sampling, vocabulary_size: int = 1000, window: int = 0, choice: int = 0
+) -> list[int]:
     """What any undisturbed service must answer: the reference, computed without pool or plan."""
     context, previous, answer = b"", b"", list[int]()
     pending = list(prompt)
-    while True:
+    while len(answer) < sampling.max_tokens:
         for token in pending:
             previous = kv_of(previous, token)
             context += previous
+        history = (tuple(prompt), tuple(answer)) if sampling.has_penalties else ((), ())
         seen = context[-window * KV_BYTES :] if window else context
-        token = next_token(seen, vocabulary_size, sampling.seed if sampling.temperature else 0)
+        token = drawn_token(seen, vocabulary_size, Draw(sampling, choice, len(answer), *history))
         answer.append(token)
-        if token in sampling.stop_token_ids or len(answer) == sampling.max_tokens:
-            return answer
+        if token in sampling.stop_token_ids:
+            break
         pending = [token]
+    return answer

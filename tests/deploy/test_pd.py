@@ -29,3 +29,33 @@ def test_the_exit_code_tells_of_failures_above_the_threshold(tmp_path, max_faile
     run = kvferry(*SMALL, *shape, "--rates", "0.1", "--max-failed", max_failed)
     assert run.returncode == code, run.stderr
     assert "'http_400': 10" in run.stdout
+
+
+@pytest.mark.parametrize("num_output", [1, 16])
+def test_rates_may_be_shares_of_what_the_slowest_layout_can_do_and_answers_of_one_length(num_output):
+    """T094: what moving takes of the time to the first token is told, and bounded."""
+    small = ("bench", "pd", "--no-real", "--sim-workers=2", "--sim-seconds=1")
+    run = kvferry(*small, "--load=25,50,80", f"--output-tokens={num_output}", "--json")
+    assert run.returncode == 0, run.stderr
+    told = [line.split(": ")[1].split()[0] for line in run.stderr.splitlines() if line.endswith("requests/s at most")]
+    capacity = min(map(float, told))
+    assert len(told) == 2
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    goodput = [line for line in lines if line["figure"] == "goodput"]
+    for load in (0.25, 0.5, 0.8):
+        two = [line for line in goodput if line["load"] == load]
+        assert len(two) == 2
+        assert [line["rate"] for line in two] == pytest.approx([capacity * load] * 2, rel=0.02)
+    sent, tokens = ([line for line in lines if line["figure"] == name] for name in ("sent", "tpot_p50"))
+    assert min(line["value"] for line in sent) >= 5
+    assert bool(tokens) == (num_output > 1), "an answer of one token has no gaps"
+    shares = [line["value"] for line in lines if line["figure"] == "transfer_share"]
+    assert len(shares) == 3
+    assert 0 < max(shares) < 0.05
+
+
+def test_shares_that_cannot_be_are_refused_before_anything_is_measured():
+    run = kvferry(*SMALL, "--load=50,25")
+    assert run.returncode != 0
+    assert "50,25" in run.stderr
+    assert not run.stdout

@@ -1,9 +1,9 @@
-"""A made-up service over real sockets: answers each completion as its prompt's first token says."""
+"""A made-up service over real sockets: ready, and each completion is answered in the way whose turn it is."""
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 FIRST_TEXT_S = 0.15
 DONE = "data: [DONE]\n\n"
@@ -30,10 +30,14 @@ def parts_of(kind: str) -> list[str | float]:
     }[kind]
 
 
+BROKEN = ("good", "error", "good", "cut", "error", "429", "good", "empty", "error", "good")
+"""Of ten: four are good."""
+
+
 class StubService:
     """`kinds[n % len(kinds)]` answers the n-th request to arrive."""
 
-    def __init__(self, kinds: list[str]):
+    def __init__(self, kinds: Sequence[str]):
         self._kinds, self.num_requests = kinds, 0
         self.url = ""
         self.hold = asyncio.Event()
@@ -41,6 +45,10 @@ class StubService:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"GET"):
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+            writer.close()
+            return
         length = next(
             int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
         )
@@ -60,7 +68,7 @@ class StubService:
 
 
 @contextlib.asynccontextmanager
-async def stub_service(kinds: list[str]) -> AsyncIterator[StubService]:
+async def stub_service(kinds: Sequence[str]) -> AsyncIterator[StubService]:
     stub = StubService(kinds)
     server = await asyncio.start_server(stub.serve, "127.0.0.1", 0)
     async with server:

@@ -11,10 +11,9 @@ from loadtest.open_loop import REFUSED_HERE, Sent, drive, drive_http
 from loadtest.stream import StreamRecord
 from loadtest.transfer import transfer_s
 from loadtest.virtual_time import run_virtual
-from tests.loadtest.stub_service import FIRST_TEXT_S, stub_service
+from tests.loadtest.stub_service import BROKEN, FIRST_TEXT_S, stub_service
 
 LOOSE = Slo(60.0, 60.0)
-BROKEN = ["good", "error", "good", "cut", "error", "429", "good", "empty", "error", "good"]
 
 
 def arrivals(count, gap_s=0.002):

@@ -20,7 +20,7 @@ from typing import Any
 from tests.processes.crowd import Answer, Crowd, body_of, crowd
 from tests.processes.proxy import Proxy
 from tests.processes.service import Service, wait_until
-from tests.processes.simulated import Footprint, counted, expected_of, ids, simulated
+from tests.processes.simulated import Footprint, choices_of, counted, ids, simulated
 
 SOURCE, READERS = "prefill-1", ("decode-1", "decode-2")
 SILENCE_S = 2.0
@@ -185,8 +185,7 @@ class Asked:
         """Whole, and every choice token-exact."""
         answer = self.answer.result(60)
         assert (answer.status, answer.error, answer.is_whole) == (200, None, True), answer
-        tokens = expected_of(self.body)
-        assert answer.tokens == {choice: tokens for choice in range(self.body.get("n", 1))}, answer.numbers
+        assert answer.tokens == choices_of(self.body), answer.numbers
         return answer
 
 

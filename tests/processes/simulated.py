@@ -21,6 +21,7 @@ SHAPE, ACCELERATOR = "llama-3.1-8b", "a100"
 """About 11 ms a token, and 80 microseconds a token of a prompt."""
 SLOW_SHAPE, SLOW_ACCELERATOR = "llama-3.1-8b", "l4"
 """About 72 ms a token."""
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def ids(length: int, seed: object) -> list[int]:
@@ -28,13 +29,24 @@ def ids(length: int, seed: object) -> list[int]:
     return [rng.randrange(100, 40_000) for _ in range(length)]
 
 
-def expected(prompt: list[int], max_tokens: int, seed: int = 0, temperature: float = 0) -> list[int]:
-    """What any choice must be."""
-    return fake_answer(prompt, Sampling(seed=seed, max_tokens=max_tokens, temperature=temperature), VOCABULARY)
+def expected(
+    prompt: list[int], max_tokens: int, seed: int = 0, temperature: float = 0, choice: int = 0, **penalties: float
+) -> list[int]:
+    """What a choice must be."""
+    sampling = Sampling(seed=seed, max_tokens=max_tokens, temperature=temperature, **penalties)
+    return fake_answer(prompt, sampling, VOCABULARY, choice=choice)
 
 
-def expected_of(body: dict[str, Any]) -> list[int]:
-    return expected(body["prompt"], body["max_tokens"], body.get("seed", 0), body["temperature"])
+def expected_of(body: dict[str, Any], choice: int = 0) -> list[int]:
+    penalties = {name: body[name] for name in PENALTIES if name in body}
+    return expected(body["prompt"], body["max_tokens"], body.get("seed", 0), body["temperature"], choice, **penalties)
+
+
+def choices_of(body: dict[str, Any]) -> dict[int, list[int]]:
+    """What all of them must be: greedy ones are equal, sampled ones are not."""
+    if not body["temperature"]:
+        return dict.fromkeys(range(body.get("n", 1)), expected_of(body))
+    return {choice: expected_of(body, choice) for choice in range(body.get("n", 1))}
 
 
 class Truth:

@@ -19,6 +19,12 @@ import pytest
 from kvferry.messages import (
     Beat,
     ChoiceStart,
+    FetchEnd,
+    FetchEndReason,
+    FetchMeet,
+    FetchOffers,
+    FetchOpen,
+    Frame,
     RequestOpen,
     Role,
     Sampling,
@@ -29,7 +35,8 @@ from kvferry.messages import (
     WorkerProgress,
 )
 from kvferry.rpc.v1 import generation_pb2, generation_pb2_grpc
-from tests.processes.service import completion_body, serving
+from router.request_maker import salt_of
+from tests.processes.service import completion_body, serving, wait_until
 from tests.processes.stranger import FORM, Mallory, Peer, armed, receive_a, secret_of
 
 pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
@@ -218,7 +225,7 @@ def talk(service, name: str, message: Any) -> Any:
     async def main() -> Any:
         async with Peer(service) as peer, peer.stream("fetch", name) as stream:
             await stream.send(message)
-            return await stream.receive()
+            return await receive_a(stream, FetchOffers, Frame, FetchEnd)
 
     return asyncio.run(main())
 
@@ -230,9 +237,68 @@ def model_and_fidelity(service) -> tuple[str, str]:
 
 
 def is_another(service, name: str, pid: int) -> bool:
+    """Another process is a member under that name."""
     response = service.http.get("/health/ready")
     now = {one["name"]: one["pid"] for one in response.json()["workers"]}
     return response.status_code == 200 and now.get(name, pid) != pid
+
+
+def fetched_from(service, reference, name: str, turn: object) -> str:
+    """Asks, under a new salt each time, until that source's turn has come; returns the salt."""
+    for k in range(4):
+        salt = f"{name} {turn} {k}"
+        answer = service.complete(PROMPT, 3, cache_salt=salt)
+        reference.check(PROMPT, answer["choices"][0]["token_ids"])
+        (numbers,) = answer["kvferry"]
+        assert (numbers["attempts"], numbers["fetched_blocks"]) == (1, 6)
+        if numbers["source_worker"] == name:
+            return salt
+    raise AssertionError(f"{name} was nobody's source")
+
+
+def failed_fetches(service) -> dict[str, float]:
+    return {key: value for key, value in service.metrics().items() if "fetch_failed_" in key and value}
+
+
+def incarnation_of(service, name: str) -> str:
+    offers = talk(service, name, FetchMeet(*model_and_fidelity(service)))
+    assert isinstance(offers, FetchOffers)
+    return offers.incarnation
+
+
+@pytest.mark.parametrize(
+    ("name", "num_lives"),
+    [
+        ("prefill-1", 1),
+        pytest.param("prefill-1", 10, marks=pytest.mark.soak),
+        pytest.param("prefill-2", 10, marks=pytest.mark.soak),
+    ],
+)
+def test_a_source_that_restarts_at_its_address_is_met_anew_and_answers_for_nothing_of_its_former_life(
+    odd, reference, name, num_lives
+):
+    """T038: over shared memory and over gRPC; nobody else is touched. The first request after readiness is served by it."""
+    model_id, fidelity = model_and_fidelity(odd)
+    address = odd.deployment.children[name].details["address"]
+    failed = failed_fetches(odd)
+    for life in range(num_lives):
+        salt = fetched_from(odd, reference, name, (num_lives, life))
+        before, pid = incarnation_of(odd, name), odd.pid(name)
+        held = FetchOpen(model_id, fidelity, tuple(PROMPT[: 6 * BLOCK]), salt=salt_of(salt, None), hold_only=True)
+        held = replace(held, road="grpc", incarnation=before)
+        assert isinstance(talk(odd, name, held), Frame), "the life that has it serves it"
+        odd.kill(name)
+        wait_until(lambda: is_another(odd, name, pid), 90, f"{name} to be there again")  # noqa: B023 (called at once)
+        assert odd.deployment.children[name].details["address"] == address
+        stranger, now = talk(odd, name, held), incarnation_of(odd, name)
+        assert isinstance(stranger, FetchEnd)
+        assert stranger.reason is FetchEndReason.STRANGER
+        assert now != before
+        missing = talk(odd, name, replace(held, incarnation=now))
+        assert isinstance(missing, FetchEnd)
+        assert (missing.reason, missing.first_missing_block) == (FetchEndReason.MISSING, 0)
+        fetched_from(odd, reference, name, (num_lives, life, "again"))
+    assert failed_fetches(odd) == failed
 
 
 # ------------------------------------------------------------------------------------------------------ a hostile source

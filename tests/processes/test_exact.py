@@ -40,10 +40,14 @@ def test_both_doors_give_the_references_ids(service, reference, model_directory)
         assert service.stream_tokens(prompt, 8) == answer
 
 
+EDGES = [1, *(k * BLOCK + beside for k in (1, 2) for beside in (-1, 0, 1))]
+
+
 @pytest.mark.parametrize("salts", ["shared", "new"])
-def test_lengths_at_block_edges_lose_and_invent_no_block(service, reference, salts):
-    lengths = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK, 9 * BLOCK]
-    for length in lengths:
+@pytest.mark.parametrize("whole_blocks", [(5, 9), pytest.param(range(3, 21), marks=pytest.mark.soak)])
+def test_lengths_at_block_edges_lose_and_invent_no_block(service, reference, salts, whole_blocks):
+    """T002."""
+    for length in (*EDGES, *(k * BLOCK for k in whole_blocks)):
         prompt = ids(length, "edge")
         for max_tokens in (1, 2, BLOCK + 1):
             salt = f"{length} {max_tokens}" if salts == "new" else "one"
@@ -79,11 +83,20 @@ def test_a_cache_hit_is_a_miss_but_for_the_cached_tokens(service, reference):
 
 
 def test_a_fully_cached_prompt_keeps_a_tail_to_compute(service, reference):
+    """T019: the repeats equal the first answer, log-probabilities to the last bit among them."""
+    first: dict[int, tuple[list[int], list[float], list[dict[str, float]]]] = {}
     for length in (4 * BLOCK, 4 * BLOCK, 4 * BLOCK + 1, 4 * BLOCK - 1, 4 * BLOCK):
         prompt = ids(length, "full")
-        for max_tokens in (1, 20):
-            answer = service.complete(prompt, max_tokens)
-            reference.check(prompt, answer["choices"][0]["token_ids"])
+        for max_tokens in (20, 1):
+            answer = service.complete(prompt, max_tokens, logprobs=3)
+            (choice,) = answer["choices"]
+            logprobs = choice["logprobs"]
+            said = choice["token_ids"], logprobs["token_logprobs"], logprobs["top_logprobs"]
+            if length not in first:
+                reference.check(prompt, choice["token_ids"])
+            begun = first.setdefault(length, said)
+            assert said == tuple(part[:max_tokens] for part in begun)
+            assert len(begun[1]) == 20
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] < length
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.processes.service import serving, wait_until
+from tests.processes.service import completion_body, serving, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
 
@@ -30,6 +30,14 @@ def crossed(values):
 
 LONG, BYSTANDER = ids(900, "long"), ids(25, "by")
 """The long one is asked for again under another salt: nobody has its blocks, and the reference is computed once."""
+
+FACTS = (
+    "Water boils at a lower temperature on a mountain than it does at the sea.",
+    "The days in June are longer in Norway than they are in Egypt, and in December they are shorter.",
+    "A ship of iron swims, although iron sinks, and a ship that is full of water does not.",
+    "Of two clocks, one is right twice a day, and the other one is late by a minute.",
+)
+CHAT_TOKENS = 24
 
 MID_TOKENS = 60
 MID_SIMULATED_TOKENS = 150
@@ -65,6 +73,60 @@ def test_blocks_are_shared_between_processes_by_content(pair, reference):
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 288
         assert answer["kvferry"][0]["decode_worker"] == first["decode_worker"]
     pair.wait_idle()
+    child = pair.deployment.children[first["decode_worker"]]
+    num_starts = child.num_starts
+    pair.kill(child.name)
+    wait_until(lambda: child.num_starts > num_starts and child.state == "ready", 60, "it to start again")
+    pair.wait_ready()
+    before, predicted = computed(pair), predicted_hits(pair, prompt)
+    assert predicted[0] == 0, "no decode worker has its blocks any more"
+    assert predicted[1] == (288 if first["source_worker"] else 0)
+    assert len(prompt) + 4 - 1 - (computed(pair) - before) == predicted[1]
+    pair.wait_idle()
+
+
+def predicted_hits(service, prompt):
+    """As the router explains it: tokens held where the answer is to decode, and by whomever blocks are to come from."""
+    body = completion_body(prompt, 4)
+    answer = service.http.post("/v1/completions", json=body, headers={"x-kvferry-explain": "1"}).json()
+    explained = answer["kvferry"][0]["explain"]
+    held = {one["worker"]: one["cached_tokens"] for one in explained["candidates"]}
+    here = held[answer["kvferry"][0]["decode_worker"]]
+    return here, max(here, *(held[name] for name in (*explained["sources"], *explained["holders"])))
+
+
+def test_a_second_turn_computes_only_what_is_new_wherever_it_lands(pair):
+    """Four conversations at once; counted over all workers, so that what any of them computes again would show."""
+    pair.wait_idle()
+    first = [[{"role": "user", "content": " ".join([fact] * 6)}] for fact in FACTS]
+    said, told = take_turns(pair, first)
+    second = [
+        [*turn, {"role": "assistant", "content": words}, {"role": "user", "content": "And what does not?"}]
+        for turn, words in zip(first, said, strict=True)
+    ]
+    before = computed(pair)
+    _, found = take_turns(pair, second)
+    new = [now["prompt_tokens"] - (was["prompt_tokens"] - 1) // 16 * 16 for was, now in zip(told, found, strict=True)]
+    assert computed(pair) - before <= sum(new) + len(FACTS) * (CHAT_TOKENS - 1)
+    pair.wait_idle()
+
+
+def take_turns(service, conversations):
+    """All at once. What was said, and each one's usage."""
+    with ThreadPoolExecutor(len(conversations)) as pool:
+        answers = list(pool.map(lambda messages: chat(service, messages), conversations))
+    return [answer["choices"][0]["message"]["content"] for answer in answers], [answer["usage"] for answer in answers]
+
+
+def chat(service, messages):
+    body = {"messages": messages, "max_tokens": CHAT_TOKENS, "temperature": 0, "ignore_eos": True}
+    return service.http.post("/v1/chat/completions", json=body).json()
+
+
+def computed(service):
+    """By all workers, for prompts and answers."""
+    time.sleep(1.1)  # a worker tells what it has counted at least once a second
+    return used(service, "computed_tokens")
 
 
 @pytest.mark.parametrize(("delay_s", "number"), crossed([0.2, 1.5]))

@@ -10,17 +10,17 @@ import pytest
 
 from tests.processes.crowd import Answer, Crowd, body_of, crowd
 from tests.processes.service import Service, wait_until
-from tests.processes.simulated import event, expected_of, ids, simulated, states
+from tests.processes.simulated import choices_of, event, ids, simulated, states
 
 pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 NUM_STREAMS = 16
 NUM_TOKENS = 150
-GAP_LIMIT_S = 8.0
-"""Loose: two shared cores start new processes meanwhile."""
+GAP_LIMIT_S = 2.0
+"""That a client sees at the 99th percentile, beyond what computing its prompt again needs."""
 
 
 def bodies_of() -> list[dict[str, Any]]:
-    """Greedy and seeded ones, with one choice and two, with log-probabilities, with a stop string that never comes."""
+    """Greedy and seeded ones, with one choice and two, log-probabilities, penalties, and a stop string that never comes."""
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9, "seed": 7},
@@ -30,6 +30,7 @@ def bodies_of() -> list[dict[str, Any]]:
         {"stop": "\u2603 never \u2603"},
         {"temperature": 1.3, "seed": 2**63 + 5, "stop": ["\u2603", "\u2604"], "logprobs": 0},
         {"n": 2, "stop": "\u2603"},
+        {"temperature": 1.0, "seed": 3, "n": 2, "frequency_penalty": 1.5},
     ]
     return [body_of(ids(20 + 37 * k, ("kill", k)), NUM_TOKENS, **kinds[k % len(kinds)]) for k in range(NUM_STREAMS)]
 
@@ -71,14 +72,24 @@ def p99(values: list[float]) -> float:
     return sorted(values)[min(math.ceil(0.99 * len(values)) - 1, len(values) - 1)]
 
 
+def prefill_times_s(clients: Crowd, bodies: list[dict[str, Any]]) -> list[float]:
+    """Of each prompt alone, on a service that does nothing else: less than a stream needs that takes its tokens along."""
+    times_s: list[float] = []
+    for number, body in enumerate(bodies):
+        answer = clients.ask(body_of(body["prompt"], 1, cache_salt=f"alone {number}")).result(20)
+        times_s.append(answer.instants_s[0] - answer.sent_s)
+    return times_s
+
+
 def kill_under_streams(service: Service, num_kills: int) -> list[float]:
-    """Returns the longest gap of each stream that went on elsewhere."""
+    """Returns the longest gap of each stream that went on elsewhere, less what computing its prompt again needed."""
     names = [child.name for child in service.deployment.of("decode")]
     with crowd(service.url) as clients:
         plain = bodies_of()
+        needed_s = prefill_times_s(clients, plain)
         undisturbed = [one.result(60) for one in clients.ask_all(plain)]
         for body, answer in zip(plain, undisturbed, strict=True):
-            assert answer.tokens == dict.fromkeys(range(body.get("n", 1)), expected_of(body))
+            assert answer.tokens == choices_of(body)
         bodies = with_stops_that_come(plain, undisturbed)
         undisturbed = [one.result(60) for one in clients.ask_all(bodies)]
         assert {answer.finish[0] for answer in undisturbed} == {"stop", "length"}
@@ -98,7 +109,7 @@ def kill_under_streams(service: Service, num_kills: int) -> list[float]:
             **undisturbed[lane].usage,
             "prompt_tokens_details": answer.usage["prompt_tokens_details"],
         }
-    return [answer.longest_gap_s for _, answer in lanes.answers if answer.numbers["attempts"] > 1]
+    return [answer.longest_gap_s - needed_s[lane] for lane, answer in lanes.answers if answer.numbers["attempts"] > 1]
 
 
 def kill(service: Service, victim: str, lanes: Lanes) -> bool:
@@ -124,8 +135,11 @@ def busy_ones(service: Service, names: list[str]) -> list[str]:
 
 def check(gaps: list[float], num_kills: int) -> None:
     assert len(gaps) >= 2 * num_kills
-    print(f"{num_kills} kills, {len(gaps)} streams moved, gap p50 {median(gaps):.3f} s, p99 {p99(gaps):.3f} s")
-    assert p99(gaps) < GAP_LIMIT_S
+    print(
+        f"{num_kills} kills, {len(gaps)} streams moved; gap beyond the re-prefill: "
+        f"p50 {median(gaps):.3f} s, p99 {p99(gaps):.3f} s, longest {max(gaps):.3f} s"
+    )
+    assert p99(gaps) <= GAP_LIMIT_S
 
 
 def test_streams_of_every_kind_are_exact_while_decode_workers_are_killed(model_directory):

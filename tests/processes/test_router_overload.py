@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes.crowd import Answer, Crowd, body_of, crowd
 from tests.processes.service import Service, serving, wait_until
-from tests.processes.simulated import Footprint, event, expected_of, ids, rss_mib, simulated, wait_streaming
+from tests.processes.simulated import Footprint, choices_of, event, ids, rss_mib, simulated, wait_streaming
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
 MAX_SEQUENCES, MAX_QUEUED, QUEUE_TIMEOUT_S = 8, 16, 2.0
@@ -45,7 +45,7 @@ def check_refusal(answer: Answer, *words: str) -> None:
 
 def check_answer(body: dict[str, Any], answer: Answer) -> None:
     assert answer.is_whole, answer
-    assert answer.tokens == dict.fromkeys(range(body.get("n", 1)), expected_of(body))
+    assert answer.tokens == choices_of(body)
 
 
 def burst(round_number: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import pytest
 from router.idempotency import seed_of
 from tests.processes.crowd import body_of, crowd
 from tests.processes.service import Service, wait_until
-from tests.processes.simulated import expected, expected_of, ids, sequences, simulated, states
+from tests.processes.simulated import choices_of, expected_of, ids, sequences, simulated, states
 
 pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 MAX_SEQUENCES = 16
@@ -105,7 +105,7 @@ def test_either_router_serves_anything_and_each_avoids_what_the_other_has_filled
         ]
         answers = [(body, clients.ask(body, url)) for body in mixed for url in (first.url, second.url)]
         for body, one in answers:
-            assert one.result(30).tokens == dict.fromkeys(range(body["n"]), expected_of(body))
+            assert one.result(30).tokens == choices_of(body)
         for filler, other in ((first, second), (second, first)):
             other.wait_idle()
             long = body_of(ids(100, ("filler", filler.url)), 150, n=MAX_SEQUENCES)
@@ -117,7 +117,7 @@ def test_either_router_serves_anything_and_each_avoids_what_the_other_has_filled
                 assert answer.tokens == {0: expected_of(body)}
                 assert {answer.numbers["decode_worker"]} == {"decode-1", "decode-2"} - full
             assert not filling.done(), "what filled the worker was over too soon"
-            assert filling.result(30).tokens == dict.fromkeys(range(MAX_SEQUENCES), expected_of(long))
+            assert filling.result(30).tokens == choices_of(long)
 
 
 def wait_full(router: Service, count: int) -> set[str]:
@@ -180,7 +180,7 @@ def test_a_client_that_comes_again_to_the_other_router_with_its_key_gets_the_sam
         assert 5 < len(cut.tokens[0]) < NUM_KEYED
         whole = clients.ask(body, second.url, idempotency_key="order 66").result(30)
         other = clients.ask(body, second.url, idempotency_key="order 67").result(30)
-    truth = expected(body["prompt"], NUM_KEYED, seed_of("order 66", b""), 1)
-    assert whole.tokens == {0: truth, 1: truth}
-    assert cut.tokens == {k: truth[: len(tokens)] for k, tokens in cut.tokens.items()}
-    assert other.tokens[0] != truth
+    truth = choices_of({**body, "seed": seed_of("order 66", b"")})
+    assert whole.tokens == truth
+    assert cut.tokens == {k: truth[k][: len(tokens)] for k, tokens in cut.tokens.items()}
+    assert other.tokens[0] != truth[0]

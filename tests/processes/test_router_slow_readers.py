@@ -5,6 +5,7 @@ import socket
 import statistics
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -17,18 +18,29 @@ from tests.processes.service import Service, wait_until
 from tests.processes.simulated import Footprint, expected_of, ids, rss_mib, simulated, wait_streaming
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
-NUM_SLOW, NUM_NORMAL = 20, 10
-SLOW_TOKENS, NORMAL_TOKENS = 300, 70
+NORMAL_TOKENS = 70
 TINY_BYTES = 2048
-NUM_LOGPROBS = 20
-"""Of each token: a kilobyte and more of answer, so that buffers fill within seconds."""
 MAX_GROWTH_MIB = 120
+
+
+@dataclass(frozen=True)
+class Size:
+    num_slow: int
+    num_normal: int
+    slow_tokens: int
+    num_logprobs: int | None
+    """Of each token: twenty are a kilobyte and more of answer, so that buffers fill within seconds."""
+    done_s: float
+    """By then all tokens are there, although nobody has read them."""
+
+
+SHORT, WHOLE = Size(20, 10, 300, 20, 30.0), Size(50, 50, 4000, None, 300.0)
 
 
 @pytest.fixture(scope="module")
 def service(model_directory) -> Iterator[Service]:
-    extra = {"decode": ["--max-sequences=64"]}
-    with simulated(model_directory, extra=extra) as running:
+    extra = {"decode": ["--max-sequences=192"]}
+    with simulated(model_directory, kv_tokens=600_000, extra=extra) as running:
         yield running
 
 
@@ -73,7 +85,7 @@ class Dribble:
 
 
 @contextlib.contextmanager
-def stalled_calls(service: Service, bodies: list[dict[str, Any]]) -> Iterator[list[Any]]:
+def stalled_calls(service: Service, bodies: list[dict[str, Any]], num_logprobs: int | None) -> Iterator[list[Any]]:
     """gRPC calls of which one message is read, on a channel each."""
     with contextlib.ExitStack() as stack:
         calls: list[Any] = []
@@ -85,7 +97,7 @@ def stalled_calls(service: Service, bodies: list[dict[str, Any]]) -> Iterator[li
                 max_tokens=body["max_tokens"],
                 temperature=0,
                 ignore_eos=True,
-                num_logprobs=NUM_LOGPROBS,
+                num_logprobs=num_logprobs,
                 n=2,
             )
             calls.append(generation_pb2_grpc.GenerationServiceStub(channel).Generate(request))
@@ -95,9 +107,9 @@ def stalled_calls(service: Service, bodies: list[dict[str, Any]]) -> Iterator[li
         yield calls
 
 
-def normal_pace_s(clients: Crowd, seed: object) -> float:
+def normal_pace_s(clients: Crowd, count: int, seed: object) -> float:
     """The median time per token of normal streams, which must be exact."""
-    bodies = [body_of(ids(40 + k, (seed, k)), NORMAL_TOKENS) for k in range(NUM_NORMAL)]
+    bodies = [body_of(ids(40 + k, (seed, k)), NORMAL_TOKENS) for k in range(count)]
     answers = [one.result(60) for one in clients.ask_all(bodies)]
     for body, answer in zip(bodies, answers, strict=True):
         assert answer.is_whole
@@ -119,29 +131,35 @@ def check_rest(body: dict[str, Any], call: Any) -> None:
         rest[piece.choice] += piece.token_ids
     for tokens in rest.values():
         assert tokens == expected_of(body)[-len(tokens) :]
-        assert len(tokens) >= SLOW_TOKENS - 4
+        assert len(tokens) >= body["max_tokens"] - 4
 
 
+@pytest.mark.parametrize("size", [SHORT, pytest.param(WHOLE, marks=pytest.mark.soak)], ids=["short", "whole"])
 @pytest.mark.parametrize("door", ["http", "grpc"])
-def test_slow_readers_hold_up_nobody_and_nothing(service, clients, door):
-    alone_s = normal_pace_s(clients, ("alone", door))
+def test_slow_readers_hold_up_nobody_and_nothing(service, clients, door, size):
+    def pace_s(when: str) -> float:
+        return normal_pace_s(clients, size.num_normal, (when, door, size.num_normal))
+
+    alone_s = pace_s("alone")
     service.wait_idle()
     at_rest, rss = Footprint(service), rss_mib(service)
-    bodies = [body_of(ids(30, ("slow", door, k)), SLOW_TOKENS, logprobs=NUM_LOGPROBS) for k in range(NUM_SLOW)]
-    with Dribble(service, bodies) if door == "http" else stalled_calls(service, bodies) as slow:
-        wait_streaming(service, NUM_SLOW)
-        beside_s = normal_pace_s(clients, ("beside", door))
+    prompts = [ids(30, ("slow", door, k)) for k in range(size.num_slow)]
+    bodies = [body_of(prompt, size.slow_tokens, logprobs=size.num_logprobs) for prompt in prompts]
+    slowly = Dribble(service, bodies) if door == "http" else stalled_calls(service, bodies, size.num_logprobs)
+    with slowly as slow:
+        wait_streaming(service, size.num_slow)
+        beside_s = pace_s("beside")
         print(f"{door}: {alone_s * 1e3:.1f} ms a token alone, {beside_s * 1e3:.1f} ms beside slow readers")
         assert beside_s < 3 * alone_s + 0.02
         # their tokens are done, and their slots free, although nobody has read them
-        wait_until(lambda: not service.num_held, 30, "the workers to be done with what nobody reads")
+        wait_until(lambda: not service.num_held, size.done_s, "the workers to be done with what nobody reads")
         generated = service.total("kvferry_request_events_total", event="finished")
-        assert generated >= NUM_SLOW
-        assert num_connections(service) >= NUM_SLOW, "nobody was slow: the answers fitted into buffers"
+        assert generated >= size.num_slow
+        assert num_connections(service) >= size.num_slow, "nobody was slow: the answers fitted into buffers"
         growth = rss_mib(service) - rss
         print(f"{door}: the router has grown by {growth:.1f} MiB")
         assert growth < MAX_GROWTH_MIB
-        assert normal_pace_s(clients, ("after", door)) < 3 * alone_s + 0.02
+        assert pace_s("after") < 3 * alone_s + 0.02
         if door == "grpc":
             check_rest(bodies[0], slow[0])
     at_rest.wait_back(spare=8)
