@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.engine.engine import Engine
+from kvferry.engine.engine import Engine, fake_engine
 from kvferry.engine.plan import Plan, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Refusal, Sampling
@@ -23,7 +23,7 @@ from router.metrics import RouterMetrics
 from router.openai_answer import numbers_of
 from router.request import GenerationRequest
 from router.retry_budget import LEAST
-from tests.cluster import Cluster, PacedExecutor, Router, cluster, exacting_engine
+from tests.cluster import Cluster, PacedExecutor, Router, cluster
 from tests.hand_off import POISON, answered, counters, expected, poisoned, prompt_of, start_life, tokens_of
 from tests.in_process import BLOCK, Deployment, Node, deployment, limits_of
 from tests.router_schedules import Reading, Wanted, wanted
@@ -151,7 +151,7 @@ def test_a_worker_that_does_not_fit_puts_out_nobody_of_its_name():
 
 
 def engine_with(**identity: str) -> Engine:
-    engine = exacting_engine(400)
+    engine = fake_engine(400, BLOCK)
     return replace(engine, identity=replace(engine.identity, **identity))
 
 
