@@ -31,10 +31,10 @@ def test_the_exit_code_tells_of_failures_above_the_threshold(tmp_path, max_faile
     assert "'http_400': 10" in run.stdout
 
 
-@pytest.mark.parametrize("num_output", [1, 16])
+@pytest.mark.parametrize("num_output", [1, *(pytest.param(many, marks=pytest.mark.soak) for many in (16, 256))])
 def test_rates_may_be_shares_of_what_the_slowest_layout_can_do_and_answers_of_one_length(num_output):
     """T094: what moving takes of the time to the first token is told, and bounded."""
-    small = ("bench", "pd", "--no-real", "--sim-workers=2", "--sim-seconds=1")
+    small = ("bench", "pd", "--no-real", "--sim-workers=2", f"--sim-seconds={1 if num_output < 256 else 4}")
     run = kvferry(*small, "--load=25,50,80", f"--output-tokens={num_output}", "--json")
     assert run.returncode == 0, run.stderr
     told = [line.split(": ")[1].split()[0] for line in run.stderr.splitlines() if line.endswith("requests/s at most")]

@@ -98,7 +98,7 @@ def predicted_hits(service, prompt):
 def test_a_second_turn_computes_only_what_is_new_wherever_it_lands(pair):
     """Four conversations at once; counted over all workers, so that what any of them computes again would show."""
     pair.wait_idle()
-    first = [[{"role": "user", "content": " ".join([fact] * 6)}] for fact in FACTS]
+    first = [[{"role": "user", "content": " ".join([fact] * 4)}] for fact in FACTS]
     said, told = take_turns(pair, first)
     second = [
         [*turn, {"role": "assistant", "content": words}, {"role": "user", "content": "And what does not?"}]
