@@ -270,6 +270,8 @@ class FetchProgress:
     step: int
     state: FetchState
     num_sealed_blocks: int
+    is_reading: bool = False
+    """Of COMPUTING: from a holder, and nothing is computed yet."""
 
 
 @dataclass(frozen=True, slots=True)

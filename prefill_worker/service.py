@@ -34,6 +34,10 @@ class ChainComputation:
         return self._chain.state is ChainState.WAITING
 
     @property
+    def is_reading(self) -> bool:
+        return self._chain.state is ChainState.READING
+
+    @property
     def failure(self) -> FetchEnd | None:
         if self._chain.state is not ChainState.FAILED:
             return None
@@ -48,7 +52,7 @@ class RefusedComputation:
 
     num_done_blocks = 0
     has_ended = True
-    is_queued = False
+    is_queued = is_reading = False
 
     def __init__(self, failure: FetchEnd):
         self.failure: FetchEnd | None = failure

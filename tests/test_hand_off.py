@@ -9,6 +9,7 @@ from kvferry.kv.road import known_roads, roads_called
 from kvferry.messages import Beat, ChoiceStart, FetchOpen, RequestOpen, Sampling, Source, StepOutput
 from loadtest.virtual_time import run_virtual
 from router.live import wait_all
+from tests.hand_off import evict_all
 from tests.in_process import BLOCK, deployment, limits_of
 from tests.test_in_process import expected
 
@@ -175,5 +176,30 @@ def test_what_is_left_of_a_requests_time_goes_with_it_to_whoever_is_asked():
         by_decode, by_prefill = opened
         assert by_prefill.hold_only
         assert 9.0 >= by_decode.time_left_s >= by_prefill.time_left_s > 8.0
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-loaded"])
+def test_what_a_source_read_from_a_holder_counts_as_cached(policy):
+    """T020: nobody computed it for this request. What comes behind it is computed, and is not."""
+
+    async def main():
+        async with deployment("p1", "p2", "d1", limits=limits_of(0, policy=policy)) as d:
+            prompt = prompt_of(12 * BLOCK + 3)
+            first = d.submit(prompt, 2)
+            await wait_all([first])
+            assert first.summary().num_cached_tokens == 0
+            for more, num_tail in ((12, 3), (20, 5)):
+                evict_all(d, "d1")
+                longer = [*prompt, *prompt_of(20 * BLOCK, "more")][: more * BLOCK + num_tail]
+                before = counter(d, "p1", "computed_tokens") + counter(d, "p2", "computed_tokens")
+                live = d.submit(longer, 2)
+                await wait_all([live])
+                assert live.journal.choices[0].tokens == expected(longer, 2)
+                computed = counter(d, "p1", "computed_tokens") + counter(d, "p2", "computed_tokens") - before
+                assert live.summary().num_fetched_blocks == more
+                assert live.summary().num_cached_tokens == more * BLOCK - computed
+                assert computed == (more - 12) * BLOCK
 
     run_virtual(main)

@@ -127,7 +127,9 @@ def fetch_down_to_wire(value: m.FetchDown) -> fetch_pb2.FetchResponse:
         offers = [fetch_pb2.RoadOffer(road=offer.road, detail=offer.detail) for offer in value.offers]
         return fetch_pb2.FetchResponse(offers=fetch_pb2.FetchOffers(incarnation=value.incarnation, offers=offers))
     state: Any = _enum_to_wire("FETCH_STATE", value.state)
-    progress = fetch_pb2.FetchProgress(step=value.step, state=state, num_sealed_blocks=value.num_sealed_blocks)
+    progress = fetch_pb2.FetchProgress(
+        step=value.step, state=state, num_sealed_blocks=value.num_sealed_blocks, is_reading=value.is_reading
+    )
     return fetch_pb2.FetchResponse(progress=progress)
 
 
@@ -142,7 +144,7 @@ def fetch_down_from_wire(wire: fetch_pb2.FetchResponse) -> m.FetchDown:
         offers = tuple(m.RoadOffer(offer.road, offer.detail) for offer in wire.offers.offers)
         return m.FetchOffers(wire.offers.incarnation, offers)
     state = _enum_from_wire(m.FetchState, "FETCH_STATE", fetch_pb2.FetchState, wire.progress.state)
-    return m.FetchProgress(wire.progress.step, state, wire.progress.num_sealed_blocks)
+    return m.FetchProgress(wire.progress.step, state, wire.progress.num_sealed_blocks, wire.progress.is_reading)
 
 
 # ------------------------------------------------------------------------------------------------------------ attach

@@ -25,6 +25,7 @@ from kvferry.messages import (
     FetchFailureKind,
     FetchOpen,
     FetchProgress,
+    FetchState,
     FetchUp,
     Frame,
     Source,
@@ -208,22 +209,22 @@ class BlockReader:
         await asyncio.get_running_loop().create_future()
 
     async def _take_messages(self, arriving: "_Arriving") -> None:
-        """What comes before a source shows progress it had already."""
+        """What comes before a source says that it computes nobody computed for this fetch: it had that, or read it elsewhere."""
         inlet = await arriving.meeting.enter(arriving.opening.ticket)
         try:
-            report, has_heard_progress = arriving.report, False
+            report, computes = arriving.report, False
             had_cached, had = report.num_source_cached_blocks, report.num_blocks  # over another road, before it broke
             while True:
                 message = await arriving.inbox.get()
                 if isinstance(message, FetchFailed):
                     raise message
-                if isinstance(message, FetchProgress) and not has_heard_progress:
-                    has_heard_progress = True
+                if isinstance(message, FetchProgress) and not computes:
+                    computes = message.state is FetchState.COMPUTING and not message.is_reading
                     already = max(message.num_sealed_blocks - arriving.opening.first_block, 0)
                     report.num_source_cached_blocks = max(report.num_source_cached_blocks, had_cached + already)
                 elif isinstance(message, Frame):
                     await self._take_frame(message, inlet, arriving)
-                    if not has_heard_progress:
+                    if not computes:
                         report.num_source_cached_blocks = had_cached + report.num_blocks - had
                     if arriving.sequence.num_sealed_blocks >= arriving.num_wanted:
                         return  # closing the stream confirms the last frame, too

@@ -66,6 +66,9 @@ class Computation(Protocol):
     def is_queued(self) -> bool: ...
 
     @property
+    def is_reading(self) -> bool: ...
+
+    @property
     def failure(self) -> FetchEnd | None: ...
 
     def close(self) -> None: ...
@@ -355,7 +358,7 @@ class _Serving:
     async def _show_progress(self) -> None:
         """Of waiting and computing at once and at each change; of blocks that are all here only if sending them takes long."""
         is_here = self._pool.num_sealed_prefix(self._ids) == len(self._ids)
-        shown = FetchState.SENDING if is_here else None
+        shown = (FetchState.SENDING, False) if is_here else None
         while True:
             if shown is not None:
                 await self._state_is_another(shown)
@@ -363,17 +366,19 @@ class _Serving:
             if self._has_ended:
                 await asyncio.get_running_loop().create_future()  # nothing follows the end
             if self._loop.is_advancing:
-                progress = FetchProgress(self._loop.step, shown, self._pool.num_sealed_prefix(self._ids))
+                progress = FetchProgress(self._loop.step, shown[0], self._pool.num_sealed_prefix(self._ids), shown[1])
                 await self._stream.send(progress)
 
-    async def _state_is_another(self, shown: FetchState) -> None:
+    async def _state_is_another(self, shown: tuple[FetchState, bool]) -> None:
         """Returns after the interval at the latest."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PROGRESS_INTERVAL_S):
-                while self._state() is shown:
+                while self._state() == shown:
                     await self._loop.stepped.wait()
 
-    def _state(self) -> FetchState:
-        if self._computation is None or self._computation.has_ended:
-            return FetchState.SENDING
-        return FetchState.QUEUED if self._computation.is_queued else FetchState.COMPUTING
+    def _state(self) -> tuple[FetchState, bool]:
+        """And whether it reads."""
+        computation = self._computation
+        if computation is None or computation.has_ended:
+            return FetchState.SENDING, False
+        return (FetchState.QUEUED, False) if computation.is_queued else (FetchState.COMPUTING, computation.is_reading)

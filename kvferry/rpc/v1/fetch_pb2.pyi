@@ -139,14 +139,16 @@ class RoadOffer(_message.Message):
     def __init__(self, road: _Optional[str] = ..., detail: _Optional[bytes] = ...) -> None: ...
 
 class FetchProgress(_message.Message):
-    __slots__ = ("step", "state", "num_sealed_blocks")
+    __slots__ = ("step", "state", "num_sealed_blocks", "is_reading")
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_SEALED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_READING_FIELD_NUMBER: _ClassVar[int]
     step: int
     state: FetchState
     num_sealed_blocks: int
-    def __init__(self, step: _Optional[int] = ..., state: _Optional[_Union[FetchState, str]] = ..., num_sealed_blocks: _Optional[int] = ...) -> None: ...
+    is_reading: bool
+    def __init__(self, step: _Optional[int] = ..., state: _Optional[_Union[FetchState, str]] = ..., num_sealed_blocks: _Optional[int] = ..., is_reading: _Optional[bool] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("frame_number", "header", "payload", "place")
