@@ -119,6 +119,13 @@ class _ClientStream:
             self._call.cancel()
             self.on_close()
 
+    def give_up_if_ended(self) -> bool:
+        """Of a call that nobody waits on: where it has ended, its channel may be one that could not connect."""
+        if self.is_open:
+            return False
+        self._on_unavailable()
+        return True
+
     async def _ended(self) -> StreamEnded:
         code = await self._call.code()
         if code is grpc.StatusCode.UNAVAILABLE:
@@ -164,7 +171,7 @@ class GrpcDialer:
     def fetch(self, address: str) -> Any:
         """Where one ended a moment ago, the next is open already: half of what the first answer takes is the opening of a call."""
         opened_s, stream = self._lines.pop(address, (0.0, None))
-        if stream is None or not stream.is_open or self._now() >= opened_s + KEPT_LINE_S:
+        if stream is None or stream.give_up_if_ended() or self._now() >= opened_s + KEPT_LINE_S:
             stream = self._open_fetch(address)
         stream.on_close = lambda: self._open_soon(address)
         return stream
@@ -188,6 +195,7 @@ class GrpcDialer:
     def _let_go(self, address: str, line: _ClientStream) -> None:
         if self._lines.get(address, (0.0, None))[1] is line:
             del self._lines[address]
+            line.give_up_if_ended()
             line.close()
 
     @staticmethod
