@@ -16,6 +16,7 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 import kvferry
+from deploy.cluster.kinship import has_program_name
 from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
 from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
 from deploy.cluster.plan import ClusterPlan, difference, plan_of
@@ -81,8 +82,7 @@ class Controller:
         named: Any = await asyncio.to_thread(ray.util.list_named_actors, True)
         for one in named:
             name = one["name"]
-            if one["namespace"] == self._namespace and name != NAME and name not in self._seats:
-                logger.info("%s is wanted no more", name)
+            if one["namespace"] == self._namespace and has_program_name(name) and name not in self._seats:
                 await end_stranger(name, self._namespace)
 
     # --------------------------------------------------------------------------------------------------- what is asked

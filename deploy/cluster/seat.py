@@ -16,6 +16,7 @@ import ray.util.scheduling_strategies
 from ray.exceptions import ActorUnavailableError, RayError
 
 import kvferry
+from deploy.cluster.kinship import check_is_of, is_of
 from deploy.cluster.program import ProgramActor
 from deploy.local import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S
 from kvferry.bell import Bell
@@ -173,7 +174,7 @@ class Seat:
         else:
             strategy = "SPREAD"
             options["label_selector"] = placing.labels or None
-        return (
+        actor: Any = (
             ray.remote(ProgramActor)
             .options(
                 name=self.name,
@@ -187,6 +188,8 @@ class Seat:
             )
             .remote(self.name, self._around.secret)
         )
+        check_is_of(actor, ProgramActor, self.name, self._around.namespace)
+        return actor
 
     async def _until_placed(self, reference: Any) -> dict[str, Any]:
         placed = asyncio.ensure_future(_result(reference))
@@ -285,9 +288,12 @@ async def _result(reference: Any) -> Any:
 
 
 async def end_stranger(name: str, namespace: str) -> None:
-    """An actor that no seat has: it drains, and is ended."""
+    """A program's actor that no seat has: it drains, and is ended. One that is not kvferry's is left alone."""
     with contextlib.suppress(RayError, ValueError):
-        actor = await asyncio.to_thread(ray.get_actor, name, namespace)
+        actor: Any = await asyncio.to_thread(ray.get_actor, name, namespace)
+        if not is_of(actor, ProgramActor):
+            return
+        logger.info("%s is wanted no more", name)
         if await _result(actor.drain.remote()):
             await _ended(actor)
         await asyncio.to_thread(ray.kill, actor)

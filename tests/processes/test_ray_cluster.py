@@ -1,5 +1,6 @@
 """A deployment on a Ray cluster of several nodes (T045, T085, T086): simulated workers, whose answers show every wrong block."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,7 +13,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from deploy.cluster.client import urls
+from deploy.cluster.client import ClusterClient, urls
+from deploy.cluster.program import ProgramActor
 from kvferry.errors import ConfigurationError
 from tests.processes.ray_cluster import (
     ROOT,
@@ -398,6 +400,53 @@ def test_down_ends_all_of_it_and_the_next_command_says_that_nothing_runs(nodes, 
     run = kvferry("status", f"--address={nodes.address}", "--namespace=brief")
     assert run.returncode == 2
     assert "no deployment in namespace brief" in run.stderr.replace("\n", " ")
+
+
+class Foreign:
+    """Somebody else's actor, in kvferry's namespace."""
+
+    def __init__(self):
+        self.num_drained = 0
+
+    def drain(self):
+        self.num_drained += 1
+        return False
+
+    def drained(self):
+        return self.num_drained
+
+
+def put(kind, name, *arguments):
+    import ray
+
+    options = {"name": name, "namespace": "shared", "lifetime": "detached", "num_cpus": 0}
+    return ray.remote(kind).options(**options).remote(*arguments)
+
+
+def names_in_shared():
+    import ray
+
+    return {one["name"] for one in ray.util.list_named_actors(True) if one["namespace"] == "shared"}
+
+
+def test_actors_of_others_in_the_namespace_are_left_alone_and_lost_programs_are_ended(nodes, model_directory):
+    import ray
+
+    foreign = [put(Foreign, name) for name in ("mine", "decode-1", "prefill-7")]
+    put(ProgramActor, "decode-9", "decode-9", "secret")
+    client = ClusterClient("shared")
+    try:
+        asyncio.run(client.find_or_start())
+        wait_until(lambda: "decode-9" not in names_in_shared(), 10, "the program that nobody wants to end")
+        plan = sim_plan(model_directory, prefill={"count": 0}, decode={"count": 1})
+        with pytest.raises(
+            ConfigurationError, match="an actor 'decode-1' that is not kvferry's is in namespace shared"
+        ):
+            asyncio.run(client.up(plan))
+        assert ray.get([one.drained.remote() for one in foreign]) == [0, 0, 0]
+    finally:
+        for one in foreign:
+            ray.kill(one)
 
 
 def test_a_checkout_that_is_sent_as_working_directory_is_what_runs(nodes, model_directory):
