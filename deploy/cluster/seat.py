@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
-import ray.util.scheduling_strategies
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import kvferry
 from deploy.cluster.kinship import check_is_of, is_of
@@ -41,7 +41,14 @@ class Placing:
     resources: dict[str, float]
     labels: dict[str, str]
     node_id: str = ""
-    """That node and no other; empty: any."""
+    """That node and no other; empty: any with those labels, as soon as it has room."""
+
+    @property
+    def strategy(self) -> Any:
+        """Ray's. A node that has the room no more fails the actor, so that another is looked for."""
+        if not self.node_id:
+            return "SPREAD"
+        return NodeAffinitySchedulingStrategy(self.node_id, soft=False, _fail_on_unavailable=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +148,8 @@ class Seat:
         except _Ended as ended:
             self.status.has_failed = not ended.has_run
             return ended.how
+        except ActorUnschedulableError:
+            return "its node had no room for it any more"
         except RayError as error:
             words = "" if self.status.details else f": {' '.join(str(error).split())[:DEAD_WORDS]}"
             self.status.has_failed = bool(words) and self.status.num_starts == 1
@@ -169,10 +178,7 @@ class Seat:
     def _find_or_create(self, placing: Placing) -> Any:
         resources = dict(placing.resources)
         options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
-        if placing.node_id:
-            strategy: Any = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(placing.node_id, soft=False)
-        else:
-            strategy = "SPREAD"
+        if not placing.node_id:
             options["label_selector"] = placing.labels or None
         actor: Any = (
             ray.remote(ProgramActor)
@@ -183,7 +189,7 @@ class Seat:
                 get_if_exists=True,
                 max_restarts=0,
                 resources=resources or None,
-                scheduling_strategy=strategy,
+                scheduling_strategy=placing.strategy,
                 **options,
             )
             .remote(self.name, self._around.secret)

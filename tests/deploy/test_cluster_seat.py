@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 
 import kvferry
 from deploy.cluster import seat as seats
@@ -27,8 +27,8 @@ READY = {
 class FakeActor:
     """Is ready at once, and lost after `life_s`."""
 
-    def __init__(self, life_s, version=kvferry.__version__):
-        self._ends_s, self._version = asyncio.get_running_loop().time() + life_s, version
+    def __init__(self, life_s, version=kvferry.__version__, error=None):
+        self._ends_s, self._version, self._error = asyncio.get_running_loop().time() + life_s, version, error
 
     def __getattr__(self, method):
         return SimpleNamespace(
@@ -37,7 +37,9 @@ class FakeActor:
 
     def _answer(self, method, arguments):
         coming = Future()
-        if method == "where":
+        if method == "where" and self._error is not None:
+            coming.set_exception(self._error)
+        elif method == "where":
             coming.set_result({"version": self._version, "address": "10.0.0.7", "host": "seven", "node_id": "07"})
         elif method == "report" and arguments == (0,):
             coming.set_result(READY)
@@ -104,6 +106,19 @@ def test_another_version_of_kvferry_on_a_node_is_refused_with_the_nodes_name(giv
             await asyncio.sleep(0.01)
         await asyncio.sleep(1)
         assert seat.status.is_ready, "once it is mended"
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_a_node_that_has_no_room_any_more_is_no_failure_and_another_is_asked_for(given):
+    async def main():
+        seat, began = given(lambda: FakeActor(0, error=ActorUnschedulableError("taken")), lambda: FakeActor(100))
+        running = asyncio.ensure_future(seat.run())
+        while not seat.status.is_ready:
+            assert not seat.status.has_failed
+            await asyncio.sleep(0.01)
+        assert began[1] - began[0] == pytest.approx(0.5, abs=0.02)
         running.cancel()
 
     run_virtual(main)
