@@ -46,6 +46,7 @@ class Told:
 
     version: int = 1
     order: int = 0
+    role: str = ""
     state: str = "idle"
     share: float = 0.0
     details: dict[str, str] = field(default_factory=dict[str, str])
@@ -115,6 +116,7 @@ class ProgramActor:
         return {
             "version": told.version,
             "order": told.order,
+            "role": told.role,
             "state": told.state,
             "share": told.share,
             "details": dict(told.details),
@@ -130,7 +132,7 @@ class ProgramActor:
             while self._order.number == last:
                 await self._bell.wait()
             order, last = self._order, self._order.number
-            self._told = Told(self._told.version, order.number)
+            self._told = Told(self._told.version, order.number, order.role)
             self._heard({"state": "starting"})
             try:
                 await asyncio.to_thread(_make_model, order.arguments)

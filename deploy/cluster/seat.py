@@ -69,6 +69,8 @@ class SeatStatus:
     share: float = 0.0
     details: dict[str, str] = field(default_factory=dict[str, str])
     node: dict[str, Any] = field(default_factory=dict[str, Any])
+    runs: str = ""
+    """The role of the program that its state is of: of the one before, as long as that drains."""
     num_starts: int = 0
     previous_end: str = ""
     rss_bytes: int = 0
@@ -78,7 +80,7 @@ class SeatStatus:
 
     @property
     def is_ready(self) -> bool:
-        return self.state == ("listening" if self.role == "router" else "ready")
+        return self.runs == self.role and self.state == ("listening" if self.role == "router" else "ready")
 
 
 @dataclass(slots=True)
@@ -245,7 +247,7 @@ class Seat:
             if report["version"] == version:
                 continue
             version = report["version"]
-            status.share, status.details = report["share"], report["details"]
+            status.share, status.details, status.runs = report["share"], report["details"], report["role"]
             runs = ("ready", "draining", *(("listening",) if self.role == "router" else ()))
             has_run = has_run or report["state"] in runs
             if report["state"] != "idle":

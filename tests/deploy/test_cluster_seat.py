@@ -15,6 +15,7 @@ from loadtest.virtual_time import run_virtual
 READY = {
     "version": 1,
     "order": 1,
+    "role": "decode",
     "state": "ready",
     "share": 1.0,
     "details": {},
@@ -119,6 +120,20 @@ def test_a_node_that_has_no_room_any_more_is_no_failure_and_another_is_asked_for
             assert not seat.status.has_failed
             await asyncio.sleep(0.01)
         assert began[1] - began[0] == pytest.approx(0.5, abs=0.02)
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_a_seat_is_not_ready_as_what_it_does_not_run_yet(given):
+    async def main():
+        seat, _ = given(lambda: FakeActor(100))
+        running = asyncio.ensure_future(seat.run())
+        while not seat.status.is_ready:
+            await asyncio.sleep(0.01)
+        seat.change("prefill")
+        assert seat.status.state == "ready", "the decode program has not heard of it"
+        assert not seat.status.is_ready
         running.cancel()
 
     run_virtual(main)
