@@ -10,7 +10,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import grpc
 import httpx
+import psutil
 import pytest
 
 from deploy.cluster.client import ClusterClient, urls
@@ -19,11 +21,15 @@ from kvferry.errors import ConfigurationError
 from tests.processes.ray_cluster import (
     ROOT,
     RayNodes,
+    actor_use,
+    ask_many,
+    assert_at_rest,
     assert_exact,
     deployed,
     ids,
     json_of,
     kvferry,
+    place_of,
     right,
     sim_plan,
     streams_of,
@@ -55,10 +61,6 @@ def _leaves_nothing_held():
     """The package's own looks at another deployment."""
 
 
-def place_of(service, name):
-    return service.programs[name]["node"]["node_id"]
-
-
 def test_workers_are_spread_and_answer_exactly_over_grpc(service):
     places = {name: one["node"]["node_id"] for name, one in service.programs.items()}
     assert len({places[name] for name in places if name != "router-1"}) >= 2
@@ -77,9 +79,8 @@ def test_workers_are_spread_and_answer_exactly_over_grpc(service):
 def test_a_second_deployment_beside_it_answers_exactly_over_the_object_store(service, nodes, model_directory):
     """In another namespace than its job's; and workers that have met do not ask the control store."""
     plan, places = sim_plan(model_directory, transport="ray"), {"prefill": "n0", "decode": "n1"}
-    pools = {
-        role: {**plan.pool(role).model_dump(), "count": 1, "labels": {"place": place}} for role, place in places.items()
-    }
+    one = {"count": 1, "settings": {"sim_accelerator": "a100"}}
+    pools = {role: {**plan.pool(role).model_dump(), **one, "labels": {"place": at}} for role, at in places.items()}
     with deployed(sim_plan(model_directory, transport="ray", **pools), "beside") as store:
         assert store.url != service.url
         assert place_of(store, "prefill-1") != place_of(store, "decode-1")
@@ -92,7 +93,11 @@ def test_a_second_deployment_beside_it_answers_exactly_over_the_object_store(ser
             assert time.monotonic() - began < 3
         finally:
             nodes.gcs.send_signal(signal.SIGCONT)
+        ask_many(store, 60, "warm")
         store.wait_idle()
+        before = actor_use(store)
+        ask_many(store, 240, "many")
+        assert_at_rest(store, nodes.address, before, more_mib=25)
     assert service.complete(ids(20, "still"), 4)["choices"][0]["token_ids"] == right(ids(20, "still"), 4)
 
 
@@ -362,12 +367,45 @@ def test_ray_keeps_asking_for_its_token(nodes):
     assert "If the cluster wants a token, set RAY_AUTH_MODE=token" in run.stderr.replace("\n", " ")
 
 
-def test_another_version_of_ray_is_said(nodes):
+CALLS = (
+    "NodeInfoGcsService/GetAllNodeInfo",
+    "NodeManagerService/GetNodeStats",
+    "ObjectManagerService/Pull",
+    "CoreWorkerService/PushTask",
+)
+
+
+def test_what_listens_at_every_address_answers_nobody_without_the_token(service, nodes):
+    """Ray's own processes, and the port that it opens in each actor."""
+    answers = dict[str, set[str]]()
+    programs = {one["node"]["pid"] for one in service.programs.values()}
+    for process in psutil.Process().children(recursive=True):
+        for listening in process.net_connections("inet") if process.is_running() else ():
+            if listening.status == psutil.CONN_LISTEN and listening.laddr.ip in ("::", "0.0.0.0"):
+                kind = "program" if process.pid in programs else process.name()
+                answers.setdefault(kind, set()).update(answers_without_token(listening.laddr.port))
+    assert "UNAUTHENTICATED" in answers["gcs_server"] & answers["raylet"] & answers["program"]
+    assert "OK" not in set.union(*answers.values()), answers
+
+
+def answers_without_token(port):
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for name in CALLS:
+            try:
+                channel.unary_unary(f"/ray.rpc.{name}")(b"", timeout=2)
+                yield "OK"
+            except grpc.RpcError as error:
+                yield error.code().name
+
+
+@pytest.mark.parametrize("versions", [("1.0.0", "3.11.0"), ("", "3.9.1")], ids=["of Ray", "of Python"])
+def test_another_version_is_said(nodes, versions):
     import subprocess
     import sys
 
     code = (
-        "import ray, sys; ray.__version__ = '1.0.0'; from deploy.cli import main;"
+        "import ray, sys; from ray._private import utils; from deploy.cli import main;"
+        f"utils.compute_version_info = lambda: ({versions[0]!r} or ray.__version__, {versions[1]!r});"
         f"sys.argv = ['kvferry', 'status', '--address={nodes.address}']; main()"
     )
     run = subprocess.run(
