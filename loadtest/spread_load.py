@@ -4,6 +4,7 @@ So figures are those of all records together, not averages of percentiles. Knows
 """
 
 import asyncio
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,15 +33,24 @@ def shares(plan: LoadPlan, num_nodes: int) -> list[LoadPlan]:
 
 
 def merged(parts: list[dict[str, Any]]) -> LoadReport:
-    """What `run_share` returned, as if one had run it all; it took as long as the longest."""
+    """What `run_share` returned, as if one had run it all: from when the first began until the last had ended.
+
+    Shares do not begin together, so rates are of all that time. The nodes' clocks are taken to agree.
+    """
     records = [StreamRecord(**record) for part in parts for record in part["records"]]
-    return LoadReport(records, max(part["duration_s"] for part in parts))
+    began_at = min(part["began_at"] for part in parts)
+    return LoadReport(records, max(part["began_at"] + part["duration_s"] for part in parts) - began_at)
 
 
 def run_share(url: str, plan: dict[str, Any]) -> dict[str, Any]:
     """A task's body: plain values in and out. Raises NoWorker."""
     report = asyncio.run(load_test(url, LoadPlan(**plan)))
-    return {"records": [asdict(record) for record in report.records], "duration_s": report.duration_s}
+    at_zero = time.time() - time.perf_counter()  # the records' clock begins at another time on each node
+    return {
+        "records": [asdict(record) for record in report.records],
+        "began_at": at_zero + min(record.began_s for record in report.records),
+        "duration_s": report.duration_s,
+    }
 
 
 async def load_from_nodes(url: str, plan: LoadPlan, node_ids: list[str]) -> LoadReport:

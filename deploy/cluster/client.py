@@ -7,6 +7,7 @@ from typing import Any
 import kvferry
 from deploy.cluster.connection import import_ray
 from deploy.cluster.controller import NAME, Controller
+from deploy.cluster.kinship import check_is_of
 from deploy.cluster.plan import ClusterPlan
 from kvferry.errors import ConfigurationError, KvferryError, LaterError, NoWorker
 
@@ -33,6 +34,7 @@ class ClusterClient:
             raise ConfigurationError(
                 f"no deployment in namespace {self._namespace} of this Ray cluster: start one with `kvferry up --on ray`"
             ) from error
+        check_is_of(self._controller, Controller, NAME, self._namespace)
 
     async def find_or_start(self) -> None:
         ray = import_ray()
@@ -43,6 +45,7 @@ class ClusterClient:
             return remote.remote(self._namespace)
 
         self._controller = await _bounded(asyncio.to_thread(create))
+        check_is_of(self._controller, Controller, NAME, self._namespace)
         version = await self._call("version")
         if version != kvferry.__version__:
             raise ConfigurationError(

@@ -16,10 +16,12 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 import kvferry
+from deploy.cluster.kinship import has_program_name
 from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
 from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
-from deploy.cluster.plan import ClusterPlan, difference, plan_of
-from deploy.cluster.room import Bundle, shortage
+from deploy.cluster.places import Places, find_places
+from deploy.cluster.plan import ClusterPlan, PoolPlan, difference, plan_of
+from deploy.cluster.room import Bundle, why_not
 from deploy.cluster.seat import Asked, Placing, Seat, Surroundings, end_stranger
 from deploy.cluster.wanted import KEY, Wanted, first_wanted, wanted_of
 from kvferry import process
@@ -39,6 +41,8 @@ class Controller:
         self._wanted: Wanted | None = None
         self._seats: dict[str, Seat] = {}
         self._starting: list[Seat] = []
+        self._places = dict[str, str]()
+        """Nodes that were found for seats, by name."""
         self._version, self._bell, self._seats_bell, self._unkept = 1, Bell(), Bell(), Bell()
         self._changing = asyncio.Lock()
         self._adopted, self._memory = asyncio.Event(), MemoryInUse()
@@ -81,8 +85,7 @@ class Controller:
         named: Any = await asyncio.to_thread(ray.util.list_named_actors, True)
         for one in named:
             name = one["name"]
-            if one["namespace"] == self._namespace and name != NAME and name not in self._seats:
-                logger.info("%s is wanted no more", name)
+            if one["namespace"] == self._namespace and has_program_name(name) and name not in self._seats:
                 await end_stranger(name, self._namespace)
 
     # --------------------------------------------------------------------------------------------------- what is asked
@@ -196,10 +199,11 @@ class Controller:
 
     async def _want(self, wanted: Wanted, nodes: list[ClusterNode] | None = None) -> None:
         """Raises ConfigurationError if the cluster has not the room; then nothing has changed."""
-        lacking = self._shortage(wanted, nodes or await asyncio.to_thread(cluster_nodes))
-        if lacking:
-            raise ConfigurationError(lacking)
+        places = await self._find_places(wanted, nodes or await asyncio.to_thread(cluster_nodes))
+        if places.lacking:
+            raise ConfigurationError(places.lacking)
         await self._keep(wanted)
+        self._places = places.node_ids
         self._fill_seats()
 
     async def _keep(self, wanted: Wanted) -> None:
@@ -252,16 +256,20 @@ class Controller:
             self._unkept.ring()
 
     async def _place(self, seat: Seat) -> Placing:
-        """A router stays on its node as long as that is there."""
+        """Where it was found to fit beside all others. A router stays on its node as long as that is there."""
         wanted = self._running
         pool = wanted.plan.pool(seat.role)
-        if seat.role != "router" or wanted.is_loopback:
-            return Placing(pool.bundle, pool.labels)
         nodes = await asyncio.to_thread(cluster_nodes)
-        return Placing(pool.bundle, pool.labels, self._router_node(seat, wanted, nodes))
+        rooms = [node.node_id for node in nodes if _has_room(seat, pool, node)]
+        if self._places.get(seat.name) not in rooms:
+            self._places[seat.name] = (await self._find_places(wanted, nodes)).node_ids.get(seat.name, "")
+        found = self._places[seat.name]
+        if seat.role == "router" and not wanted.is_loopback:
+            return Placing(pool.bundle, pool.labels, self._router_node(seat, wanted, nodes, found))
+        return Placing(pool.bundle, pool.labels, found if found in rooms else "")  # what leaves has not left yet
 
-    def _router_node(self, seat: Seat, wanted: Wanted, nodes: list[ClusterNode]) -> str:
-        """The one it was on; else one without a router. Raises ConfigurationError."""
+    def _router_node(self, seat: Seat, wanted: Wanted, nodes: list[ClusterNode], found: str) -> str:
+        """The one it was on; else the one found for it, else another without a router. Raises ConfigurationError."""
         before = wanted.routers[seat.name].rpartition(":")[0]
         others = {address.rpartition(":")[0] for name, address in wanted.routers.items() if name != seat.name}
         others |= {
@@ -270,9 +278,8 @@ class Controller:
             if other is not seat and other.role == "router"
         }
         pool = wanted.plan.router
-        for node in sorted(nodes, key=lambda node: node.address != before):
-            bundle = Bundle(seat.name, pool.bundle, pool.labels)
-            if node.address not in others and not shortage([bundle], [node.room({})]):
+        for node in sorted(nodes, key=lambda node: (node.address != before, node.node_id != found)):
+            if node.address not in others and _has_room(seat, pool, node):
                 return node.node_id
         raise ConfigurationError(f"{seat.name}: no node with room for it that has no router yet: lower router.count")
 
@@ -291,9 +298,12 @@ class Controller:
 
     async def _why_no_room(self, seat: Seat) -> str:
         wanted = self._wanted
-        return "" if wanted is None else self._shortage(wanted, await asyncio.to_thread(cluster_nodes))
+        if wanted is None:
+            return ""
+        return (await self._find_places(wanted, await asyncio.to_thread(cluster_nodes))).lacking
 
-    def _shortage(self, wanted: Wanted, nodes: list[ClusterNode]) -> str:
+    async def _find_places(self, wanted: Wanted, nodes: list[ClusterNode]) -> Places:
+        """For all that have none."""
         ours: dict[str, dict[str, float]] = {}
         places: dict[str, str] = {}
         for seat in self._seats.values():
@@ -309,7 +319,14 @@ class Controller:
             Bundle(name, wanted.plan.pool(role).bundle, wanted.plan.pool(role).labels, places.get(name, ""))
             for name, role in roles.items()
         ]
-        return shortage(bundles, [node.room(ours.get(node.node_id, {})) for node in nodes])
+        room = [node.room(ours.get(node.node_id, {})) for node in nodes]
+        return await asyncio.to_thread(find_places, bundles, room)
+
+
+def _has_room(seat: Seat, pool: PoolPlan, node: ClusterNode) -> bool:
+    """Beside all that runs there."""
+    room = node.room({})
+    return not why_not(Bundle(seat.name, pool.bundle, pool.labels), room, room.free)
 
 
 def _is_loopback(plan: ClusterPlan, nodes: list[ClusterNode]) -> bool:

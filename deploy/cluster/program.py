@@ -5,8 +5,6 @@ its node and its orders, and neither Ray's cluster nor the deployment.
 """
 
 import asyncio
-import contextlib
-import hashlib
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -48,6 +46,7 @@ class Told:
 
     version: int = 1
     order: int = 0
+    role: str = ""
     state: str = "idle"
     share: float = 0.0
     details: dict[str, str] = field(default_factory=dict[str, str])
@@ -60,7 +59,7 @@ class ProgramActor:
     def __init__(self, name: str, secret: str):
         process.set_up_logs("info", name)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        self._secret_file = _keep_secret(secret)
+        self._secret_file = _hold_secret(secret)
         self._name, self._order, self._told, self._bell = name, Order(0, "", (), ""), Told(), Bell()
         self._memory = MemoryInUse()
         self._host = worker_process.WorkerHost()
@@ -117,6 +116,7 @@ class ProgramActor:
         return {
             "version": told.version,
             "order": told.order,
+            "role": told.role,
             "state": told.state,
             "share": told.share,
             "details": dict(told.details),
@@ -132,7 +132,7 @@ class ProgramActor:
             while self._order.number == last:
                 await self._bell.wait()
             order, last = self._order, self._order.number
-            self._told = Told(self._told.version, order.number)
+            self._told = Told(self._told.version, order.number, order.role)
             self._heard({"state": "starting"})
             try:
                 await asyncio.to_thread(_make_model, order.arguments)
@@ -205,14 +205,9 @@ def _make_model(arguments: tuple[str, ...]) -> None:
     make_model(Path(given) if given else None, home())
 
 
-def _keep_secret(secret: str) -> Path:
-    """Programs read it from a file of mode 0600. One file for all of a deployment's programs on a node."""
-    path = home() / "run" / f"cluster-secret-{hashlib.sha256(secret.encode()).hexdigest()[:16]}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}-{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        scratch.unlink()
-    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secret)
-    scratch.replace(path)
-    return path
+def _hold_secret(secret: str) -> Path:
+    """A file that programs of this process can read, and that is on no disk: it is gone with the process, however that ends."""
+    descriptor = os.memfd_create("kvferry-secret")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, secret.encode())
+    return Path(f"/proc/self/fd/{descriptor}")

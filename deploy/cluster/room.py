@@ -1,9 +1,6 @@
-"""Does what is wanted fit into the nodes? Pure: bundles and nodes in, a sentence out.
+"""What one program needs of a node, and what a node has for it. Pure: why they do not go together is a few words."""
 
-Ray itself would let an actor wait for ever for a node that never comes; this says at once what is missing, and where.
-"""
-
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -25,31 +22,8 @@ class Bundle:
     """Where it is already."""
 
 
-def shortage(bundles: Iterable[Bundle], nodes: Iterable[NodeRoom]) -> str:
-    """Empty if all fit; else which one does not, and why not on each node. Places large ones first, each where most is left."""
-    known = list(nodes)
-    left = {node.node_id: dict(node.free) for node in known}
-    settled, wanted = list[Bundle](), list[Bundle]()
-    for bundle in bundles:
-        (settled if bundle.node_id in left else wanted).append(bundle)
-    for bundle in settled:
-        _take(left[bundle.node_id], bundle.resources)
-    wanted.sort(key=lambda one: (-one.resources.get("GPU", 0), -sum(one.resources.values())))
-    for bundle in wanted:
-        fitting = [node for node in known if not _why_not(bundle, node, left[node.node_id])]
-        if not fitting:
-            return _words(bundle, known, left)
-        best = max(fitting, key=lambda node: left[node.node_id].get("CPU", 0))
-        _take(left[best.node_id], bundle.resources)
-    return ""
-
-
-def _take(free: dict[str, float], resources: dict[str, float]) -> None:
-    for name, amount in resources.items():
-        free[name] = free.get(name, 0) - amount
-
-
-def _why_not(bundle: Bundle, node: NodeRoom, free: dict[str, float]) -> str:
+def why_not(bundle: Bundle, node: NodeRoom, free: Mapping[str, float]) -> str:
+    """Empty if the bundle fits into what is `free` of the node now."""
     for name, wanted in bundle.labels.items():
         found = node.labels.get(name)
         if not selects(wanted, found):
@@ -75,11 +49,3 @@ def needs(bundle: Bundle) -> str:
     resources = ", ".join(f"{amount:g} {name}" for name, amount in bundle.resources.items()) or "nothing"
     labels = ", ".join(f"{name}={value}" for name, value in bundle.labels.items())
     return f"{resources} on a node with {labels}" if labels else f"{resources} on one node"
-
-
-def _words(bundle: Bundle, nodes: list[NodeRoom], left: dict[str, dict[str, float]]) -> str:
-    reasons = "; ".join(f"{node.name} {_why_not(bundle, node, left[node.node_id])}" for node in nodes)
-    return (
-        f"no node has room for {bundle.owner}: it needs {needs(bundle)}, but {reasons or 'there is no node'}. "
-        "Ask for fewer or smaller workers, add a node, or mend the labels in the deployment file"
-    )

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
-import ray.util.scheduling_strategies
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import kvferry
+from deploy.cluster.kinship import check_is_of, is_of
 from deploy.cluster.program import ProgramActor
 from deploy.local import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S
 from kvferry.bell import Bell
@@ -40,7 +41,14 @@ class Placing:
     resources: dict[str, float]
     labels: dict[str, str]
     node_id: str = ""
-    """That node and no other; empty: any."""
+    """That node and no other; empty: any with those labels, as soon as it has room."""
+
+    @property
+    def strategy(self) -> Any:
+        """Ray's. A node that has the room no more fails the actor, so that another is looked for."""
+        if not self.node_id:
+            return "SPREAD"
+        return NodeAffinitySchedulingStrategy(self.node_id, soft=False, _fail_on_unavailable=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,8 @@ class SeatStatus:
     share: float = 0.0
     details: dict[str, str] = field(default_factory=dict[str, str])
     node: dict[str, Any] = field(default_factory=dict[str, Any])
+    runs: str = ""
+    """The role of the program that its state is of: of the one before, as long as that drains."""
     num_starts: int = 0
     previous_end: str = ""
     rss_bytes: int = 0
@@ -70,7 +80,7 @@ class SeatStatus:
 
     @property
     def is_ready(self) -> bool:
-        return self.state == ("listening" if self.role == "router" else "ready")
+        return self.runs == self.role and self.state == ("listening" if self.role == "router" else "ready")
 
 
 @dataclass(slots=True)
@@ -140,6 +150,8 @@ class Seat:
         except _Ended as ended:
             self.status.has_failed = not ended.has_run
             return ended.how
+        except ActorUnschedulableError:
+            return "its node had no room for it any more"
         except RayError as error:
             words = "" if self.status.details else f": {' '.join(str(error).split())[:DEAD_WORDS]}"
             self.status.has_failed = bool(words) and self.status.num_starts == 1
@@ -168,12 +180,9 @@ class Seat:
     def _find_or_create(self, placing: Placing) -> Any:
         resources = dict(placing.resources)
         options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
-        if placing.node_id:
-            strategy: Any = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(placing.node_id, soft=False)
-        else:
-            strategy = "SPREAD"
+        if not placing.node_id:
             options["label_selector"] = placing.labels or None
-        return (
+        actor: Any = (
             ray.remote(ProgramActor)
             .options(
                 name=self.name,
@@ -182,11 +191,13 @@ class Seat:
                 get_if_exists=True,
                 max_restarts=0,
                 resources=resources or None,
-                scheduling_strategy=strategy,
+                scheduling_strategy=placing.strategy,
                 **options,
             )
             .remote(self.name, self._around.secret)
         )
+        check_is_of(actor, ProgramActor, self.name, self._around.namespace)
+        return actor
 
     async def _until_placed(self, reference: Any) -> dict[str, Any]:
         placed = asyncio.ensure_future(_result(reference))
@@ -236,7 +247,7 @@ class Seat:
             if report["version"] == version:
                 continue
             version = report["version"]
-            status.share, status.details = report["share"], report["details"]
+            status.share, status.details, status.runs = report["share"], report["details"], report["role"]
             runs = ("ready", "draining", *(("listening",) if self.role == "router" else ()))
             has_run = has_run or report["state"] in runs
             if report["state"] != "idle":
@@ -285,9 +296,12 @@ async def _result(reference: Any) -> Any:
 
 
 async def end_stranger(name: str, namespace: str) -> None:
-    """An actor that no seat has: it drains, and is ended."""
+    """A program's actor that no seat has: it drains, and is ended. One that is not kvferry's is left alone."""
     with contextlib.suppress(RayError, ValueError):
-        actor = await asyncio.to_thread(ray.get_actor, name, namespace)
+        actor: Any = await asyncio.to_thread(ray.get_actor, name, namespace)
+        if not is_of(actor, ProgramActor):
+            return
+        logger.info("%s is wanted no more", name)
         if await _result(actor.drain.remote()):
             await _ended(actor)
         await asyncio.to_thread(ray.kill, actor)

@@ -9,7 +9,6 @@ import yaml
 
 from deploy.cluster.flags import plan_from_flags
 from deploy.cluster.plan import ClusterPlan, difference, plan_of, read_plan
-from deploy.cluster.room import Bundle, NodeRoom, selects, shortage
 from deploy.cluster.wanted import first_wanted, wanted_of
 from kvferry.errors import ConfigurationError
 
@@ -98,55 +97,6 @@ def test_plans_that_differ_in_counts_alone_are_one_deployment_scaled():
     more = plan_of({"decode": {"count": 7}})
     assert not difference(plan, more)
     assert difference(plan, plan_of({"decode": {"cpus": 7}})) == "decode.cpus is 1.0 there and 7.0 here"
-
-
-# ------------------------------------------------------------------------------------------------------------------ room
-
-
-def node(name, cpus=4.0, gpus=0.0, **labels):
-    return NodeRoom(name, name, labels, {"CPU": cpus, "GPU": gpus})
-
-
-def worker(name, cpus=1.0, gpus=0.0, node_id="", **labels):
-    return Bundle(name, {"CPU": cpus, "GPU": gpus}, labels, node_id)
-
-
-def test_all_that_fits_fits():
-    assert shortage([worker(f"w{k}") for k in range(8)], [node("a"), node("b")]) == ""
-    assert shortage([worker("small", 1), worker("large", 4)], [node("a", 4), node("b", 1)]) == ""
-
-
-def test_what_is_missing_is_said_for_each_node():
-    text = shortage(
-        [worker("decode-1", 2, 1, kind="fast")], [node("a", 8), node("b", 1, 4, kind="fast"), node("c", kind="slow")]
-    )
-    assert "decode-1" in text
-    assert "2 CPU, 1 GPU on a node with kind=fast" in text
-    assert "a has no label kind; b has 1 CPU left; c label kind is 'slow'" in text
-
-
-def test_what_runs_already_keeps_its_place():
-    running = [worker("here", 3, node_id="a")]
-    assert shortage([*running, worker("new", 2)], [node("a", 4)])
-    assert not shortage([*running, worker("new", 1)], [node("a", 4)])
-
-
-def test_a_node_that_is_gone_frees_nobody_from_needing_another():
-    assert "lost" in shortage([worker("lost", node_id="gone")], [node("a", 0.5)])
-    assert not shortage([worker("lost", node_id="gone")], [node("a")])
-
-
-def test_no_node_at_all_is_said():
-    assert "there is no node" in shortage([worker("any")], [])
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found", "is_selected"),
-    [("x", "x", True), ("x", "y", False), ("x", None, False), ("!x", "y", True), ("!x", "x", False), ("!x", None, True),
-     ("in(x, y)", "y", True), ("in(x,y)", "z", False), ("!in(x, y)", "z", True), ("!in(x, y)", "x", False)],
-)  # fmt: skip
-def test_label_selectors_are_rays(wanted, found, is_selected):
-    assert selects(wanted, found) is is_selected
 
 
 # ---------------------------------------------------------------------------------------------------------------- wanted

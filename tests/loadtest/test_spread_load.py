@@ -1,12 +1,14 @@
 """A load that several nodes share: nothing is lost, and figures are those of all records."""
 
+import time
 from dataclasses import asdict
 
 import pytest
 
+from loadtest import spread_load
 from loadtest.load import LoadPlan
 from loadtest.report import LoadReport
-from loadtest.spread_load import merged, shares
+from loadtest.spread_load import merged, run_share, shares
 from loadtest.stream import StreamRecord
 
 
@@ -24,8 +26,34 @@ def record(began_s, event_s, failure=""):
     return StreamRecord(began_s, list(event_s), len(event_s), failure)
 
 
+def part(records, began_at, duration_s):
+    return {"records": [asdict(one) for one in records], "began_at": began_at, "duration_s": duration_s}
+
+
 def test_merged_figures_are_those_of_one_that_ran_it_all():
     near = [record(0, (1, 2, 3)), record(0, (1, 5))]
     far = [record(100, (101, 109)), record(100, (), "cut")]
-    parts = [{"records": [asdict(one) for one in some], "duration_s": took} for some, took in ((near, 5.0), (far, 9.0))]
-    assert merged(parts).figures() == LoadReport([*near, *far], 9.0).figures()
+    found = merged([part(near, 1000.0, 5.0), part(far, 1000.0, 9.0)])
+    assert found.figures() == LoadReport([*near, *far], 9.0).figures()
+
+
+@pytest.mark.parametrize(
+    ("began_at", "duration_s", "whole_s"), [(1005.0, 9.0, 14.0), (1005.0, 2.0, 10.0), (1015.0, 5.0, 20.0)]
+)
+def test_rates_are_of_all_the_time_in_which_any_share_ran(began_at, duration_s, whole_s):
+    """One that ran from 1000 to 1010, and one that began later, within it or after it."""
+    first, second = ([record(0, (1, 2))] for _ in range(2))
+    found = merged([part(first, 1000.0, 10.0), part(second, began_at, duration_s)])
+    assert found.duration_s == whole_s
+
+
+def test_a_share_says_when_it_began_by_the_clock_on_the_wall(monkeypatch):
+    async def load_test(url, plan):
+        began = time.perf_counter()
+        return LoadReport([record(began + 3, (began + 4,)), record(began, (began + 1,))], 7.0)
+
+    monkeypatch.setattr(spread_load, "load_test", load_test)
+    now = time.time()
+    found = run_share("http://any", asdict(LoadPlan(1, 2, 10, 20)))
+    assert found["duration_s"] == 7.0
+    assert now - 0.1 < found["began_at"] < time.time() + 0.1

@@ -5,10 +5,12 @@ import contextlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,10 +69,10 @@ class RayNodes:
         if is_driver:
             ray.init(address=self.address, namespace="kvferry", log_to_driver=False, logging_level="ERROR")
 
-    def add_node(self) -> None:
-        labels = {"disk": "fast", "place": f"n{self._num_added}"}
+    def add_node(self, num_cpus: int = 4, **more_labels: str) -> None:
+        labels = {"disk": "fast", "place": f"n{self._num_added}", **more_labels}
         self._num_added += 1
-        self._cluster.add_node(num_cpus=4, object_store_memory=STORE_BYTES, labels=labels, resources={"slot": 4})
+        self._cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES, labels=labels, resources={"slot": 4})
 
     def kill_node(self, node_id: str) -> None:
         """Its processes, with SIGKILL. Another one must be added for it."""
@@ -83,6 +85,14 @@ class RayNodes:
     @property
     def gcs(self) -> psutil.Process:
         return next(one for one in psutil.Process().children(recursive=True) if "gcs_server" in one.name())
+
+    def kill_gcs(self) -> None:
+        self._cluster.head_node.kill_gcs_server()
+
+    def start_gcs(self) -> None:
+        """Where it was, without what it knew. It ends with the thread that calls this."""
+        self._cluster.head_node.start_gcs_server()
+        self._cluster.head_node.get_gcs_client()
 
     def close(self) -> None:
         import ray
@@ -139,6 +149,69 @@ def deployed(plan: ClusterPlan, namespace: str) -> Iterator[ClusterService]:
         yield service
     finally:
         asyncio.run(client.down())
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUse:
+    """Of the object stores of all nodes, as they say themselves."""
+
+    num_objects: int
+    used_mib: int
+    spilled_mib: int
+
+
+def store_use(address: str) -> StoreUse:
+    from ray._private.internal_api import memory_summary
+
+    said = memory_summary(address, stats_only=True)
+    used = re.search(r"Plasma memory usage (\d+) MiB, (\d+) objects", said)
+    assert used, said
+    spilled = re.search(r"Spilled (\d+) MiB", said)
+    return StoreUse(int(used[2]), int(used[1]), int(spilled[1]) if spilled else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ActorUse:
+    num_files: int
+    rss_mib: float
+
+
+def actor_use(service: ClusterService) -> dict[str, ActorUse]:
+    """Open files and memory of each program's actor."""
+    found = {name: psutil.Process(one["node"]["pid"]) for name, one in service.programs.items()}
+    return {name: ActorUse(one.num_fds(), one.memory_info().rss / 2**20) for name, one in found.items()}
+
+
+def ask_many(service: Service, count: int, seed: object) -> None:
+    """Sixteen at a time, of 60 to 360 tokens, each answered exactly; a tenth leave after the first token."""
+
+    def ask(number: int) -> None:
+        prompt = ids(60 + 50 * (number % 7), (seed, number))
+        if number % 10 == 9:
+            with service.streaming(prompt, 50) as events:
+                next(iter(events))
+        else:
+            assert service.tokens(prompt, 4) == right(prompt, 4)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(count)))
+
+
+def assert_at_rest(service: ClusterService, address: str, before: dict[str, ActorUse], more_mib: float) -> None:
+    """Nothing is in the store, nothing was spilled, and actors have what they had, but for so much memory."""
+    service.wait_idle()
+    wait_until(lambda: store_use(address) == StoreUse(0, 0, 0), 5, "the stores to be empty")
+    wait_until(
+        lambda: all(one.num_files <= before[name].num_files + 2 for name, one in actor_use(service).items()),
+        10,
+        f"open files to be back at {before}, not {actor_use(service)}",
+    )
+    after = actor_use(service)
+    assert all(after[name].rss_mib <= one.rss_mib + more_mib for name, one in before.items()), (before, after)
+
+
+def place_of(service: ClusterService, name: str) -> str:
+    return service.programs[name]["node"]["node_id"]
 
 
 def ids(length: int, seed: object) -> list[int]:

@@ -1,5 +1,6 @@
 """A deployment on a Ray cluster of several nodes (T045, T085, T086): simulated workers, whose answers show every wrong block."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,19 +10,26 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import grpc
 import httpx
+import psutil
 import pytest
 
-from deploy.cluster.client import urls
+from deploy.cluster.client import ClusterClient, urls
+from deploy.cluster.program import ProgramActor
 from kvferry.errors import ConfigurationError
 from tests.processes.ray_cluster import (
     ROOT,
     RayNodes,
+    actor_use,
+    ask_many,
+    assert_at_rest,
     assert_exact,
     deployed,
     ids,
     json_of,
     kvferry,
+    place_of,
     right,
     sim_plan,
     streams_of,
@@ -53,10 +61,6 @@ def _leaves_nothing_held():
     """The package's own looks at another deployment."""
 
 
-def place_of(service, name):
-    return service.programs[name]["node"]["node_id"]
-
-
 def test_workers_are_spread_and_answer_exactly_over_grpc(service):
     places = {name: one["node"]["node_id"] for name, one in service.programs.items()}
     assert len({places[name] for name in places if name != "router-1"}) >= 2
@@ -75,9 +79,8 @@ def test_workers_are_spread_and_answer_exactly_over_grpc(service):
 def test_a_second_deployment_beside_it_answers_exactly_over_the_object_store(service, nodes, model_directory):
     """In another namespace than its job's; and workers that have met do not ask the control store."""
     plan, places = sim_plan(model_directory, transport="ray"), {"prefill": "n0", "decode": "n1"}
-    pools = {
-        role: {**plan.pool(role).model_dump(), "count": 1, "labels": {"place": place}} for role, place in places.items()
-    }
+    one = {"count": 1, "settings": {"sim_accelerator": "a100"}}
+    pools = {role: {**plan.pool(role).model_dump(), **one, "labels": {"place": at}} for role, at in places.items()}
     with deployed(sim_plan(model_directory, transport="ray", **pools), "beside") as store:
         assert store.url != service.url
         assert place_of(store, "prefill-1") != place_of(store, "decode-1")
@@ -90,7 +93,11 @@ def test_a_second_deployment_beside_it_answers_exactly_over_the_object_store(ser
             assert time.monotonic() - began < 3
         finally:
             nodes.gcs.send_signal(signal.SIGCONT)
+        ask_many(store, 60, "warm")
         store.wait_idle()
+        before = actor_use(store)
+        ask_many(store, 240, "many")
+        assert_at_rest(store, nodes.address, before, more_mib=25)
     assert service.complete(ids(20, "still"), 4)["choices"][0]["token_ids"] == right(ids(20, "still"), 4)
 
 
@@ -360,12 +367,45 @@ def test_ray_keeps_asking_for_its_token(nodes):
     assert "If the cluster wants a token, set RAY_AUTH_MODE=token" in run.stderr.replace("\n", " ")
 
 
-def test_another_version_of_ray_is_said(nodes):
+CALLS = (
+    "NodeInfoGcsService/GetAllNodeInfo",
+    "NodeManagerService/GetNodeStats",
+    "ObjectManagerService/Pull",
+    "CoreWorkerService/PushTask",
+)
+
+
+def test_what_listens_at_every_address_answers_nobody_without_the_token(service, nodes):
+    """Ray's own processes, and the port that it opens in each actor."""
+    answers = dict[str, set[str]]()
+    programs = {one["node"]["pid"] for one in service.programs.values()}
+    for process in psutil.Process().children(recursive=True):
+        for listening in process.net_connections("inet") if process.is_running() else ():
+            if listening.status == psutil.CONN_LISTEN and listening.laddr.ip in ("::", "0.0.0.0"):
+                kind = "program" if process.pid in programs else process.name()
+                answers.setdefault(kind, set()).update(answers_without_token(listening.laddr.port))
+    assert "UNAUTHENTICATED" in answers["gcs_server"] & answers["raylet"] & answers["program"]
+    assert "OK" not in set.union(*answers.values()), answers
+
+
+def answers_without_token(port):
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for name in CALLS:
+            try:
+                channel.unary_unary(f"/ray.rpc.{name}")(b"", timeout=2)
+                yield "OK"
+            except grpc.RpcError as error:
+                yield error.code().name
+
+
+@pytest.mark.parametrize("versions", [("1.0.0", "3.11.0"), ("", "3.9.1")], ids=["of Ray", "of Python"])
+def test_another_version_is_said(nodes, versions):
     import subprocess
     import sys
 
     code = (
-        "import ray, sys; ray.__version__ = '1.0.0'; from deploy.cli import main;"
+        "import ray, sys; from ray._private import utils; from deploy.cli import main;"
+        f"utils.compute_version_info = lambda: ({versions[0]!r} or ray.__version__, {versions[1]!r});"
         f"sys.argv = ['kvferry', 'status', '--address={nodes.address}']; main()"
     )
     run = subprocess.run(
@@ -398,6 +438,53 @@ def test_down_ends_all_of_it_and_the_next_command_says_that_nothing_runs(nodes, 
     run = kvferry("status", f"--address={nodes.address}", "--namespace=brief")
     assert run.returncode == 2
     assert "no deployment in namespace brief" in run.stderr.replace("\n", " ")
+
+
+class Foreign:
+    """Somebody else's actor, in kvferry's namespace."""
+
+    def __init__(self):
+        self.num_drained = 0
+
+    def drain(self):
+        self.num_drained += 1
+        return False
+
+    def drained(self):
+        return self.num_drained
+
+
+def put(kind, name, *arguments):
+    import ray
+
+    options = {"name": name, "namespace": "shared", "lifetime": "detached", "num_cpus": 0}
+    return ray.remote(kind).options(**options).remote(*arguments)
+
+
+def names_in_shared():
+    import ray
+
+    return {one["name"] for one in ray.util.list_named_actors(True) if one["namespace"] == "shared"}
+
+
+def test_actors_of_others_in_the_namespace_are_left_alone_and_lost_programs_are_ended(nodes, model_directory):
+    import ray
+
+    foreign = [put(Foreign, name) for name in ("mine", "decode-1", "prefill-7")]
+    put(ProgramActor, "decode-9", "decode-9", "secret")
+    client = ClusterClient("shared")
+    try:
+        asyncio.run(client.find_or_start())
+        wait_until(lambda: "decode-9" not in names_in_shared(), 10, "the program that nobody wants to end")
+        plan = sim_plan(model_directory, prefill={"count": 0}, decode={"count": 1})
+        with pytest.raises(
+            ConfigurationError, match="an actor 'decode-1' that is not kvferry's is in namespace shared"
+        ):
+            asyncio.run(client.up(plan))
+        assert ray.get([one.drained.remote() for one in foreign]) == [0, 0, 0]
+    finally:
+        for one in foreign:
+            ray.kill(one)
 
 
 def test_a_checkout_that_is_sent_as_working_directory_is_what_runs(nodes, model_directory):

@@ -65,3 +65,26 @@ def test_streams_run_on_commands_say_so_at_once_and_then_all_of_it_ends(nodes, m
         with pytest.raises(httpx.TransportError):
             endless.result(timeout=30)
     wait_until(lambda: not any(one.is_running() for one in processes), 20, "Ray to end its processes")
+
+
+@pytest.mark.soak  # `kvferry` waits 30 s for a Ray to answer
+def test_one_that_forgot_all_is_a_new_cluster_and_traffic_goes_on_as_it_was(model_directory, tmp_path):
+    """And a router that has not served yet begins to while it is away."""
+    nodes = RayNodes(num_nodes=1, is_driver=False)
+    try:
+        one = {"count": 1, "cpus": 1, "resources": {"slot": 1}}
+        service, processes = started(sim_plan(model_directory, prefill=one, decode=one), nodes.address, tmp_path)
+        with ThreadPoolExecutor(6) as pool:
+            nodes.kill_gcs()
+            assert service.tokens(ids(300, "first"), 4) == right(ids(300, "first"), 4)
+            streams = streams_of(service, pool, 6, 150, "through")
+            time.sleep(4)
+            nodes.start_gcs()
+            assert_exact(streams, 150)
+        run = kvferry("status", f"--address={nodes.address}", timeout_s=90)
+        assert run.returncode == 2
+        assert f"{nodes.address} does not answer within 30 s" in run.stderr.replace("\n", " ")
+        assert service.tokens(ids(300, "last"), 4) == right(ids(300, "last"), 4)
+        assert all(one.is_running() for one in processes)
+    finally:
+        nodes.close()

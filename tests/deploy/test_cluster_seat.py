@@ -1,0 +1,139 @@
+"""A seat through its lives: pauses that grow, and a node that has something else installed. In virtual time, without Ray."""
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import ActorUnschedulableError, RayActorError
+
+import kvferry
+from deploy.cluster import seat as seats
+from deploy.cluster.seat import Asked, Placing, Seat, Surroundings
+from loadtest.virtual_time import run_virtual
+
+READY = {
+    "version": 1,
+    "order": 1,
+    "role": "decode",
+    "state": "ready",
+    "share": 1.0,
+    "details": {},
+    "code": None,
+    "rss_bytes": 1,
+    "private_bytes": 1,
+}
+
+
+class FakeActor:
+    """Is ready at once, and lost after `life_s`."""
+
+    def __init__(self, life_s, version=kvferry.__version__, error=None):
+        self._ends_s, self._version, self._error = asyncio.get_running_loop().time() + life_s, version, error
+
+    def __getattr__(self, method):
+        return SimpleNamespace(
+            remote=lambda *arguments: SimpleNamespace(future=lambda: self._answer(method, arguments))
+        )
+
+    def _answer(self, method, arguments):
+        coming = Future()
+        if method == "where" and self._error is not None:
+            coming.set_exception(self._error)
+        elif method == "where":
+            coming.set_result({"version": self._version, "address": "10.0.0.7", "host": "seven", "node_id": "07"})
+        elif method == "report" and arguments == (0,):
+            coming.set_result(READY)
+        elif method == "report":
+            loop = asyncio.get_running_loop()
+            loop.call_at(self._ends_s, coming.set_exception, RayActorError())
+        else:
+            coming.set_result(True)
+        return coming
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Actors that the seat gets, one a life; a seat for them, and when it began each."""
+
+    async def inline(function, *arguments):
+        return function(*arguments)
+
+    def begin(*actors):
+        left, began = list(actors), list[float]()
+
+        async def place(seat):
+            began.append(asyncio.get_running_loop().time())
+            return Placing({}, {})
+
+        async def why_no_room(seat):
+            return ""
+
+        monkeypatch.setattr(Seat, "_find_or_create", lambda seat, placing: left.pop(0)())
+        around = Surroundings("space", "", place, lambda seat: Asked("decode", []), lambda seat: None, why_no_room)
+        return Seat("decode-1", "decode", around), began
+
+    monkeypatch.setattr(asyncio, "to_thread", inline)
+    monkeypatch.setattr(seats.ray, "kill", lambda actor: None)
+    return begin
+
+
+def test_pauses_grow_to_half_a_minute_and_begin_anew_after_a_steady_life(given):
+    lives_s = [1, 1, 1, 1, 1, 1, 1, 1, 100, 1]
+
+    async def main():
+        seat, began = given(*(lambda life_s=life_s: FakeActor(life_s) for life_s in [*lives_s, 1000]))
+        running = asyncio.ensure_future(seat.run())
+        while len(began) <= len(lives_s):
+            await asyncio.sleep(1)
+        assert seat.status.num_starts == len(lives_s) + 1
+        running.cancel()
+        return began
+
+    began = run_virtual(main)
+    pauses = [after - before - life_s for before, after, life_s in zip(began, began[1:], lives_s, strict=False)]
+    assert pauses == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30, 0.5, 1], abs=0.01)
+
+
+def test_another_version_of_kvferry_on_a_node_is_refused_with_the_nodes_name(given):
+    async def main():
+        seat, began = given(lambda: FakeActor(100, version="0.0.1"), lambda: FakeActor(100))
+        running = asyncio.ensure_future(seat.run())
+        while seat.status.state != "waiting":
+            await asyncio.sleep(0.01)
+        assert f"node 10.0.0.7 (seven) has kvferry 0.0.1, not {kvferry.__version__}" in seat.status.reason
+        assert seat.status.has_failed, "`up` gives up at once"
+        while len(began) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1)
+        assert seat.status.is_ready, "once it is mended"
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_a_node_that_has_no_room_any_more_is_no_failure_and_another_is_asked_for(given):
+    async def main():
+        seat, began = given(lambda: FakeActor(0, error=ActorUnschedulableError("taken")), lambda: FakeActor(100))
+        running = asyncio.ensure_future(seat.run())
+        while not seat.status.is_ready:
+            assert not seat.status.has_failed
+            await asyncio.sleep(0.01)
+        assert began[1] - began[0] == pytest.approx(0.5, abs=0.02)
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_a_seat_is_not_ready_as_what_it_does_not_run_yet(given):
+    async def main():
+        seat, _ = given(lambda: FakeActor(100))
+        running = asyncio.ensure_future(seat.run())
+        while not seat.status.is_ready:
+            await asyncio.sleep(0.01)
+        seat.change("prefill")
+        assert seat.status.state == "ready", "the decode program has not heard of it"
+        assert not seat.status.is_ready
+        running.cancel()
+
+    run_virtual(main)
