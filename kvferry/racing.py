@@ -9,15 +9,22 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-async def until_first(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Returns when one returns, raises what one raises; the others are cancelled and awaited before."""
+async def until_first(*coroutines: Coroutine[Any, Any, None], waits: bool = True) -> None:
+    """Returns when one returns, raises what one raises; the others are cancelled and awaited before.
+
+    With `waits` False, who returned is not kept waiting for that: the others hold nothing that matters by then, and end by themselves.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    has_returned = False
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        has_returned = not any(task.cancelled() or task.exception() for task in done)
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        if waits or not has_returned:
+            await ended
     for task in tasks:
         if task in done:
             task.result()

@@ -91,6 +91,15 @@ def unpack_header(
     return [FrameBlock(first_block + k, ids[k], digests[k]) for k in range(len(ids))]
 
 
+def claimed_end(header: bytes) -> int:
+    """The token behind those that the frame says it has, whatever is true of it; 0 if that cannot be read."""
+    try:
+        fields = _parse(header)
+    except BadFrame:
+        return 0
+    return fields["first_token"] + fields["num_tokens"]
+
+
 def check_block(block: FrameBlock, copy: memoryview) -> None:
     """Raises `BadFrame` unless the reader's own `copy` is what the digest says."""
     if block_digest(block.block_id, copy) != block.digest:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import BadFrame, FetchFailed, RoadFailed
-from kvferry.kv.frame import FrameBlock, check_block, unpack_header
+from kvferry.kv.frame import FrameBlock, check_block, claimed_end, unpack_header
 from kvferry.kv.memory import BlockMemory
 from kvferry.kv.pool import Hold
 from kvferry.kv.road import Inlet
@@ -41,7 +41,9 @@ from kvferry.worker.rates import MeasuredRates
 logger = logging.getLogger(__name__)
 
 TURN_BYTES = 20 * 1024 * 1024
-"""Copied and checked in one go; then the event loop has its turn: acknowledgements leave, and the next notice is there in time."""
+"""Copied and checked in one go; then the event loop has its turns: acknowledgements leave, and the next notice is there in time."""
+LOOP_TURNS = 4
+"""Of the event loop, until what grpc has received is with who waits for it, and what is to be sent is on its way."""
 MAX_MEETINGS_PER_FETCH = 8
 """A source that is another one at each of so many meetings is not worth more."""
 
@@ -90,6 +92,11 @@ async def _send_all(stream: Stream[FetchUp, FetchDown], outbox: asyncio.Queue[Fe
         while True:
             await stream.send(await outbox.get())
     await asyncio.get_running_loop().create_future()
+
+
+async def _let_others_run() -> None:
+    for _ in range(LOOP_TURNS):
+        await asyncio.sleep(0)
 
 
 class BlockReader:
@@ -165,16 +172,16 @@ class BlockReader:
             incarnation=meeting.incarnation,
             first_block=sequence.num_sealed_blocks,
         )
-        stream = self._dialer.fetch(report.source.address)
+        stream, has_all = self._dialer.fetch(report.source.address), False
         try:
             inbox: asyncio.Queue[FetchDown | FetchFailed] = asyncio.Queue(1)
             outbox: asyncio.Queue[FetchUp] = asyncio.Queue()
             outbox.put_nowait(opening)
             num_wanted = len(opening.tokens) // self._memory.format.block_size
             arriving = _Arriving(meeting, sequence, sequence.hold, opening, num_wanted, report, inbox, outbox)
-            await until_first(
-                self._take_messages(arriving), self._receive_ahead(stream, inbox), _send_all(stream, outbox)
-            )
+            others = self._receive_ahead(stream, arriving), _send_all(stream, outbox)
+            await until_first(self._take_messages(arriving), *others, waits=False)
+            has_all = True
         except RoadFailed as failed:
             self._meetings.bar(meeting, failed.message)
             broken.add((meeting.incarnation, meeting.road.name))
@@ -187,22 +194,26 @@ class BlockReader:
                 self._meetings.forget(meeting)
             raise
         finally:
-            stream.close()
+            if has_all:  # what waited for the blocks comes before the end of the call
+                asyncio.get_running_loop().call_soon(stream.close)
+            else:
+                stream.close()
         return True
 
-    async def _receive_ahead(
-        self, stream: Stream[FetchUp, FetchDown], inbox: asyncio.Queue[FetchDown | FetchFailed]
-    ) -> None:
+    async def _receive_ahead(self, stream: Stream[FetchUp, FetchDown], arriving: "_Arriving") -> None:
         """The next message is on its way while a frame is copied; a failure comes after all that arrived before it.
 
-        Behind the end nothing is awaited: a read that must be cut short would hold up the fetch that has all it wants.
+        Behind the end, and behind a frame that has the last blocks, nothing is awaited: a read that must be cut short would hold up the
+        fetch that has all it wants.
         """
-        patience, message = Patience(self._budgets, self._now()), None
+        patience, message, inbox = Patience(self._budgets, self._now()), None, arriving.inbox
         try:
             while not isinstance(message, FetchEnd):
                 message = await self._receive(stream, patience, has_heard=message is not None)
                 began = self._now()
                 await inbox.put(message)
+                if isinstance(message, Frame) and claimed_end(message.header) >= len(arriving.opening.tokens):
+                    await inbox.join()  # and the fetch has ended, if that is true
                 patience.rested(self._now() - began)
         except FetchFailed as failed:
             await inbox.put(failed)
@@ -229,9 +240,11 @@ class BlockReader:
                     if arriving.sequence.num_sealed_blocks >= arriving.num_wanted:
                         return  # closing the stream confirms the last frame, too
                     arriving.outbox.put_nowait(FetchAck(message.frame_number))
+                    await _let_others_run()
                 elif isinstance(message, FetchEnd):
                     self._check_end(message, arriving)
                     return
+                arriving.inbox.task_done()
         finally:
             inlet.close()
 
@@ -269,7 +282,7 @@ class BlockReader:
         num_turns = min(-(-len(blocks) * self._memory.format.block_bytes // TURN_BYTES), len(blocks))
         for turn in range(num_turns):
             if turn:
-                await asyncio.sleep(0)
+                await _let_others_run()
                 arriving.check_wanted()
             first, last = (len(blocks) * border // num_turns for border in (turn, turn + 1))
             self._seal_at_once(range(first, last), blocks, inlet, arriving)

@@ -160,4 +160,4 @@ def boot_id() -> str:
 
 
 # A frame costs a message and its acknowledgement; of its size, the digests of blocks that are sent for the first time.
-ROAD = Road("shm", rank=20, frame_bytes=32 * MIB, lay=lay, enter=enter, is_read_in_place=True)
+ROAD = Road("shm", rank=20, frame_bytes=64 * MIB, lay=lay, enter=enter, is_read_in_place=True)
