@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry import messages as m
 from kvferry.racing import until_first
-from kvferry.rpc import converter, links
+from kvferry.rpc import converter
 from kvferry.rpc.links import GrpcDialer, add_fetch_service, add_registry_service, bind, new_server
 from kvferry.streams import StreamEnded
 
@@ -96,19 +96,15 @@ class Echo:
     """Serves fetches: answers acknowledgement k with progress k, ends after 99; counts who is being served."""
 
     def __init__(self):
-        self.num_serving = self.num_begun = 0
+        self.num_serving = 0
 
     async def serve_fetch(self, stream):
-        self.num_serving, self.num_begun = self.num_serving + 1, self.num_begun + 1
+        self.num_serving += 1
         try:
             while (ack := await stream.receive()).frame_number != 99:
                 await stream.send(m.FetchProgress(ack.frame_number, m.FetchState.SENDING, 0))
         finally:
             self.num_serving -= 1
-
-    async def until_begun(self, count):
-        """And only the last of them is there still."""
-        await until(lambda: (self.num_begun, self.num_serving) == (count, 1))
 
     async def serve_join(self, stream):
         await stream.send(m.Beat())
@@ -117,7 +113,6 @@ class Echo:
 @contextlib.asynccontextmanager
 async def listening(secret="right", serve_fetch=None):
     echo, server = Echo(), new_server()
-    echo.server = server
     echo.serve_fetch = serve_fetch or echo.serve_fetch
     add_fetch_service(server, echo, "right")
     add_registry_service(server, echo, "right")
@@ -225,69 +220,6 @@ async def test_closing_many_streams_ends_their_handlers_and_leaves_room_for_the_
         await stream.send(m.FetchAck(5))
         assert (await stream.receive()).step == 5
         stream.close()
-
-
-async def until(is_true):
-    async with asyncio.timeout(5):
-        while not is_true():
-            await asyncio.sleep(0.01)
-
-
-async def asked(dialer, address, step):
-    stream = dialer.fetch(address)
-    await stream.send(m.FetchAck(step))
-    assert (await stream.receive()).step == step
-    stream.close()
-
-
-async def test_the_next_fetch_finds_a_stream_that_is_open_already():
-    async with listening() as (echo, dialer, address):
-        await asked(dialer, address, 1)
-        for step in range(2, 6):
-            await echo.until_begun(step)  # and nobody has asked for anything yet
-            await asked(dialer, address, step)
-        async with asyncio.timeout(5):
-            await asyncio.gather(*(asked(dialer, address, k) for k in range(8)))
-        await echo.until_begun(14)
-
-
-async def test_a_stream_that_nobody_asks_for_is_not_kept_for_long(monkeypatch):
-    monkeypatch.setattr(links, "KEPT_LINE_S", 0.2)
-    async with listening() as (echo, dialer, address):
-        await asked(dialer, address, 1)
-        await echo.until_begun(2)
-        await until(lambda: echo.num_serving == 0)
-        await asked(dialer, address, 2)
-        await echo.until_begun(4)
-        await dialer.close()
-        await until(lambda: echo.num_serving == 0)
-        await asyncio.sleep(0.1)
-        assert echo.num_serving == 0, "nothing is opened ahead once it is closed"
-
-
-async def test_a_stream_that_was_kept_too_long_is_not_used(monkeypatch):
-    """The event loop stood still meanwhile: neither its timer nor the source's giving it up was heard of."""
-    async with listening() as (echo, dialer, address):
-        await asked(dialer, address, 1)
-        await echo.until_begun(2)
-        monkeypatch.setattr(links, "KEPT_LINE_S", 0.0)
-        await asked(dialer, address, 2)
-        assert echo.num_begun == 3
-
-
-async def test_a_stream_to_a_server_that_is_another_one_now_is_not_used():
-    async with listening() as (echo, dialer, address):
-        await asked(dialer, address, 1)
-        await echo.until_begun(2)
-        await echo.server.stop(0)
-        other, server = Echo(), new_server()
-        add_fetch_service(server, other, "right")
-        bind(server, "127.0.0.1", int(address.rpartition(":")[2]))
-        await server.start()
-        await until(lambda: not dialer._lines[address][1].is_open)
-        await asked(dialer, address, 2)
-        assert (echo.num_begun, other.num_begun) == (2, 1)
-        await server.stop(0)
 
 
 async def test_a_message_larger_than_grpcs_default_passes():

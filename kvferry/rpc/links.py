@@ -33,10 +33,6 @@ PING_TIMEOUT_MS = 6000
 """An answer waits behind the frames on the line, so a slow line needs some seconds; a peer that has stopped is found by it alone."""
 MAX_CHANNELS = 4096
 LINGER_S = 2.0
-KEPT_LINE_S = 3.0
-"""A source gives up a stream on which nothing is asked for a little longer than that."""
-OPENED_AFTER_S = 0.02
-"""The step that waited for a fetch comes first."""
 SETTLING_S = 0.05
 """Of a write whose task was cancelled: until it is through, grpc refuses to send how the call ended."""
 
@@ -83,14 +79,7 @@ class _ClientStream:
     ):
         self._call, self._to_wire, self._from_wire = call, to_wire, from_wire
         self._on_unavailable = on_unavailable
-        self.on_close: Callable[[], None] = lambda: None
-        """Called once, if the call was well until then."""
         self._sending = asyncio.Lock()
-
-    @property
-    def is_open(self) -> bool:
-        """As far as this side has heard."""
-        return not self._call.done()
 
     async def send(self, message: Any) -> None:
         try:
@@ -115,16 +104,7 @@ class _ClientStream:
         return _understood(wire, self._from_wire, self.close)
 
     def close(self) -> None:
-        if self.is_open:
-            self._call.cancel()
-            self.on_close()
-
-    def give_up_if_ended(self) -> bool:
-        """Of a call that nobody waits on: where it has ended, its channel may be one that could not connect."""
-        if self.is_open:
-            return False
-        self._on_unavailable()
-        return True
+        self._call.cancel()
 
     async def _ended(self) -> StreamEnded:
         code = await self._call.code()
@@ -159,8 +139,6 @@ class GrpcDialer:
         self._options = channel_options(block_bytes)
         self._tls = tls
         self._channels: dict[str, aio.Channel] = {}
-        self._lines: dict[str, tuple[float, _ClientStream]] = {}  # fetch streams that are open already, and since when
-        self._is_closed = False
 
     def attach(self, address: str) -> Any:
         call = decode_pb2_grpc.DecodeServiceStub(self.channel(address)).Attach(metadata=self._metadata)  # type: ignore[call-arg]
@@ -169,47 +147,16 @@ class GrpcDialer:
         )
 
     def fetch(self, address: str) -> Any:
-        """Where one ended a moment ago, the next is open already: half of what the first answer takes is the opening of a call."""
-        opened_s, stream = self._lines.pop(address, (0.0, None))
-        if stream is None or stream.give_up_if_ended() or self._now() >= opened_s + KEPT_LINE_S:
-            stream = self._open_fetch(address)
-        stream.on_close = lambda: self._open_soon(address)
-        return stream
-
-    def _open_fetch(self, address: str) -> _ClientStream:
         call = self.channel(address).stream_stream(FETCH_METHOD)(metadata=self._metadata)
         return _ClientStream(
             call, frame_wire.fetch_up_to_bytes, frame_wire.fetch_down_from_bytes, self._forget(address)
         )
-
-    def _open_soon(self, address: str) -> None:
-        asyncio.get_running_loop().call_later(OPENED_AFTER_S, self._keep_a_line, address)
-
-    def _keep_a_line(self, address: str) -> None:
-        if self._is_closed or address in self._lines:
-            return
-        line = self._open_fetch(address)
-        self._lines[address] = self._now(), line
-        asyncio.get_running_loop().call_later(KEPT_LINE_S, self._let_go, address, line)
-
-    def _let_go(self, address: str, line: _ClientStream) -> None:
-        if self._lines.get(address, (0.0, None))[1] is line:
-            del self._lines[address]
-            line.give_up_if_ended()
-            line.close()
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
 
     def join(self, address: str) -> Any:
         call = registry_pb2_grpc.RegistryServiceStub(self.channel(address)).Join(metadata=self._metadata)  # type: ignore[call-arg]
         return _ClientStream(call, converter.join_up_to_wire, converter.join_down_from_wire, self._forget(address))
 
     async def close(self) -> None:
-        self._is_closed = True
-        for _, line in self._lines.values():
-            line.close()
         for channel in self._channels.values():
             await channel.close()
 
