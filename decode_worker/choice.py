@@ -67,8 +67,6 @@ class Choice:
         self.state = State.WAITING
         self.has_warmed = False
         self.has_begun = False
-        self.has_fetched = False
-        """Then its router cannot know when it begins; of others it takes for granted that they do at once."""
         self.num_tries_at_source = 0
         self.num_high_water = 0  # tokens that had KV before a preemption
         self.num_local_tokens = 0

@@ -48,7 +48,6 @@ class Fetches:
 
     def open(self, choice: Choice) -> None:
         """Of what it lacks before its tail, from its first source."""
-        choice.has_fetched = True
         first, last = choice.sequence.num_sealed_blocks, choice.sequence.num_blocks_before_tail
         order = self._of[choice] = FetchOrder(choice, choice.sources[0], first, last)
         for block_id in choice.sequence.block_ids[first:last]:

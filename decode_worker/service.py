@@ -264,7 +264,7 @@ class DecodeService:
             if isinstance(event, Token):
                 self._tell_token(request, event)
             elif isinstance(event, Begun):
-                is_urgent = is_urgent or event.choice.has_fetched
+                is_urgent = True
                 request.session.begun.append(request.opening.number)
             elif isinstance(event, Scored):
                 number, attempt = request.opening.number, request.opening.attempt

@@ -327,7 +327,7 @@ class Dispatcher:
             self.members.view.will_compute(decode.row, live.number, placement.num_missing_tokens, now)
         live.decode_id = decode.worker_id
         self._remember_worker(live, decode)
-        live.has_begun = placement.is_local  # others say when: they fetch first
+        live.has_begun = False  # its worker says when it first has a part in a step
         live.placed_choices, live.placed_tokens = len(starts), num_tokens * len(starts)
         live.placed(now)
         live.move(LiveState.PLACED)

@@ -1250,3 +1250,29 @@ def test_a_time_limit_that_is_over_at_once_is_the_requests_own_error():
             await d.quiet()
 
     run_virtual(main)
+
+
+def test_who_waits_for_its_first_step_has_no_part_in_the_one_that_its_worker_dies_in():
+    """Also where it computes its prompt itself: its worker says when it begins, and says so before the step."""
+
+    async def main():
+        async with deployment(limits=limits_of(local_tokens=10_000)) as d:
+            worker = d.start("d1")
+            await d.ready()
+            worker.executor.hang.clear()
+            first = d.submit(prompt_of(40, "first"), 5)
+            await until(lambda: first.has_begun)
+            second = d.submit(prompt_of(40, "second"), 5)
+            await until(lambda: second.decode_id == "d1")
+            await asyncio.sleep(0.5)
+            await d.kill("d1")
+            await until(lambda: not d.dispatcher.is_ready)
+            assert first.deaths.are_open
+            assert not second.deaths.are_open
+            d.start("d2")
+            await wait_all([first, second])
+            assert (tokens_of(first), tokens_of(second)) == tuple(
+                expected(prompt_of(40, name), 5) for name in ("first", "second")
+            )
+
+    run_virtual(main)
