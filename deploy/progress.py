@@ -32,8 +32,8 @@ class ProgressLines:
 def banner(deployment: LocalDeployment) -> str:
     """Addresses, model, pools, what they hold, and a line to paste."""
     shape, router = deployment.shape, deployment.children["router"].details
-    per_token = shape.kv_bytes_per_token(deployment.kv)
-    tokens = deployment.kv_tokens
+    told = deployment.of("decode")[0].details
+    per_token, tokens = (int(told[name]) for name in ("token_bytes", "pool_tokens"))
     num_prefill, num_decode = len(deployment.of("prefill")), len(deployment.of("decode"))
     length = min(REQUEST_TOKENS, tokens)
     question = {"role": "user", "content": "What is the capital of South Korea?"}

@@ -9,10 +9,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-async def until_first(*coroutines: Coroutine[Any, Any, None], waits: bool = True) -> None:
+async def until_first(*coroutines: Coroutine[Any, Any, None], awaits_others: bool = True) -> None:
     """Returns when one returns, raises what one raises; the others are cancelled and awaited before.
 
-    With `waits` False, who returned is not kept waiting for that: the others hold nothing that matters by then, and end by themselves.
+    With `awaits_others` False, who returned is not kept waiting for that: the others hold nothing by then, and end by themselves.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     has_returned = False
@@ -23,7 +23,7 @@ async def until_first(*coroutines: Coroutine[Any, Any, None], waits: bool = True
         for task in tasks:
             task.cancel()
         ended = asyncio.gather(*tasks, return_exceptions=True)
-        if waits or not has_returned:
+        if awaits_others or not has_returned:
             await ended
     for task in tasks:
         if task in done:

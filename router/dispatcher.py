@@ -7,6 +7,7 @@ never waits for a client. Where a request goes is placer.py's to say, who waits 
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class Dispatcher:
         self._queue = FairQueue()
         self._admission = Admission(self._queue, limits.queue, self._short_pool)
         self._apart, self._deadlines = Apart(), Deadlines()
+        self._silent_s = -math.inf
         self._retries, self._refused, self._keys = RetryBudget(), Refused(), LiveKeys()
         self._links: dict[str, tuple[DecodeLink, asyncio.Task[None]]] = {}
         self._placed: dict[int, tuple[Member, Member | None]] = {}
@@ -407,14 +409,21 @@ class Dispatcher:
         lost = [live for live in self._lives.values() if self._is_on(live, member)]
         if was_attached and lost:
             logger.warning("%d requests go on elsewhere than on %s: %s", len(lost), member.worker_id, reason)
+        # One that was asked to end, or was cut off with others, accuses nobody.
+        accuses = not (member.progress.is_draining or (member.fell_silent and self._silent_too(self._now())))
         now, num_others = self._now(), int(self.members.view.ints["foreign_active"][member.row])
         was_alone = len(lost) == 1 and lost[0].runs_apart and not num_others
         for live in lost:
             self.counters["worker_losses"] += 1
-            if live.has_begun and not member.progress.is_draining:  # else it was asked to end
+            if live.has_begun and accuses:
                 self._hold_against(live, member, may_have_died, was_alone, now)
             self._queue_again(live, f"its decode worker was lost: {reason}", is_loss=True)
         self._work.ring()
+
+    def _silent_too(self, now: float) -> bool:
+        """Whether another decode worker fell silent at about the same time: no request hangs two at once."""
+        before, self._silent_s = self._silent_s, now
+        return now - before < self._silence_s / 2
 
     def _hold_against(self, live: Live, member: Member, may_have_died: bool, was_alone: bool, now: float) -> None:
         if not may_have_died:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.engine.engine import Engine, fake_engine
-from kvferry.engine.plan import Plan, StepResult
+from kvferry.engine.plan import EngineLost, Plan, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Refusal, Sampling
 from loadtest.virtual_time import run_virtual
@@ -1274,5 +1274,49 @@ def test_who_waits_for_its_first_step_has_no_part_in_the_one_that_its_worker_die
             assert (tokens_of(first), tokens_of(second)) == tuple(
                 expected(prompt_of(40, name), 5) for name in ("first", "second")
             )
+
+    run_virtual(main)
+
+
+def test_workers_that_fall_silent_together_were_cut_off_and_accuse_nobody_twice():
+    """No request hangs two at once: only the first silence counts, and the innocent do not run apart after it."""
+
+    async def main():
+        async with deployment(limits=limits_of(local_tokens=10_000)) as d:
+            nodes = [d.start("d1"), d.start("d2")]
+            await d.ready()
+            lives = [d.submit(prompt_of(40, k), 200) for k in range(6)]
+            await until(lambda: all(tokens_of(live) for live in lives))
+            for node in nodes:
+                node.executor.hang.clear()
+            await until(lambda: d.dispatcher.counters["worker_losses"] == 6)
+            first = {live.deaths.last for live in lives} - {""}
+            assert len(first) == 1, "of two workers"
+            for node in nodes:
+                node.executor.hang.set()
+            await wait_all(lives)
+            assert [tokens_of(live) for live in lives] == [expected(prompt_of(40, k), 200) for k in range(6)]
+
+    run_virtual(main)
+
+
+def test_a_worker_whose_engine_is_lost_ends_and_what_it_had_goes_on_elsewhere():
+    """A device that computes no more would fail each step at once, and look idle: nothing may be placed there."""
+
+    async def main():
+        async with deployment(limits=limits_of(local_tokens=10_000)) as d:
+            broken = start_life(d, "d1")
+            await d.ready()
+            live = d.submit(prompt_of(40), 50)
+            await until(lambda: len(tokens_of(live)) > 5)
+            broken.executor.fail = EngineLost("cuda:0 does not compute any more")
+            await asyncio.wait((broken.task,))
+            ended = broken.task.exception()
+            assert isinstance(ended, ExceptionGroup)
+            assert ended.subgroup(EngineLost)
+            d.network.kill("d1")  # as the end of its process does
+            start_life(d, "d2")
+            await wait_all([live])
+            assert tokens_of(live) == expected(prompt_of(40), 50)
 
     run_virtual(main)

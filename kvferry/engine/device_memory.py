@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.engine.plan import EngineLost
 from kvferry.engine.torch_memory import DTYPES, TorchMemory, keys_and_values
 from kvferry.errors import ConfigurationError
 
@@ -87,9 +88,13 @@ class DeviceMemory:
         self._newer[written] = Newer.DEVICE
 
     def end_step(self) -> None:
-        """Returns when the device has done all that the step's thread has told it to."""
-        if self._stream is not None:
+        """Returns when the device has done all that the step's thread has told it to. Raises EngineLost if it never will."""
+        if self._stream is None:
+            return
+        try:
             torch.cuda.current_stream(self.blocks.device).synchronize()
+        except RuntimeError as error:  # an error of the device itself stays with the process for its life
+            raise EngineLost(f"{self.blocks.device} does not compute any more: {error}") from error
 
     def _lock_pages(self) -> None:
         """So that the device copies by itself, meanwhile. They stay ordinary pages, which other processes can read (the road `shm`)."""

@@ -68,8 +68,21 @@ class ModulesRunner:
 
         Rows count over the tokens of all chunks, in order. `on_call` hears of each layer's attention.
         """
-        device, packed = memory.blocks.device, PackedChunks.of(chunks, memory.format.block_size)
+        packed = PackedChunks.of(chunks, memory.format.block_size)
         memory.begin_step(packed.table, packed.slots)
+        try:
+            return self._logits(packed, logit_rows, memory, on_call)
+        finally:
+            memory.end_step()  # also of one that failed: what it copied from the mirror is copied before a slot is another's
+
+    def _logits(
+        self,
+        packed: PackedChunks,
+        logit_rows: Sequence[int],
+        memory: TorchMemory | DeviceMemory,
+        on_call: Callable[[LayerCall], None] | None,
+    ) -> npt.NDArray[np.float32]:
+        device = memory.blocks.device
         lacking = max(MIN_ROWS - len(packed.tokens), 0)
         tokens, positions = (np.pad(one, (0, lacking)) for one in (packed.tokens, packed.positions))
         kept = [*logit_rows, *[0] * max(MIN_ROWS - len(logit_rows), 0)] if logit_rows else []
@@ -85,9 +98,7 @@ class ModulesRunner:
             ),
         )
         logits = output.logits[0] if self._can_choose_rows else output.logits[0, kept]
-        found = logits[: len(logit_rows)].float().cpu().numpy()
-        memory.end_step()
-        return found
+        return logits[: len(logit_rows)].float().cpu().numpy()
 
 
 def _batch(

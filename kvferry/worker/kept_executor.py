@@ -5,7 +5,11 @@ one's pool is made over: `settle` comes before that pool, for blocks may be fetc
 import asyncio
 
 from kvferry.engine.plan import Plan, StepResult
+from kvferry.errors import ConfigurationError
 from kvferry.worker.loop import Executor
+
+SETTLE_S = 60.0
+"""Longer than any step takes."""
 
 
 class KeptExecutor:
@@ -23,9 +27,14 @@ class KeptExecutor:
         return await asyncio.shield(self._running)
 
     async def settle(self) -> None:
-        """Returns when no step runs."""
-        if self._running is not None:
-            await asyncio.wait([self._running])
+        """Returns when no step runs. Raises ConfigurationError for one that does not end."""
+        if self._running is None:
+            return
+        _, running = await asyncio.wait([self._running], timeout=SETTLE_S)
+        if running:
+            raise ConfigurationError(
+                f"a step that another worker began here has not ended for {SETTLE_S:g} s: end this process"
+            )
 
     def close(self) -> None:
         """Not yet: it ends with the process."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvferry.bell import Bell
-from kvferry.engine.plan import NON_FINITE, Plan, Runner, Scheduler, StepResult
+from kvferry.engine.plan import NON_FINITE, EngineLost, Plan, Runner, Scheduler, StepResult
 from kvferry.engine.roofline import StepCosts, Throughput
 from kvferry.kv.pool import BlockPool
 from kvferry.worker.counters import Counters
@@ -156,6 +156,8 @@ class EngineLoop:
         """A step that raises is run again chunk by chunk, so that only the chunk to blame fails."""
         try:
             return await self._executor.execute(plan)
+        except EngineLost:
+            raise
         except Exception as error:
             logger.exception("step %d failed", plan.step)
             if len(plan.chunks) == 1:

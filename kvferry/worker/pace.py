@@ -41,5 +41,7 @@ class FramePace:
         if not self._sent:
             return  # a reader that lies
         sent_s, num_blocks = self._sent.popleft()
-        self._blocks_per_s = num_blocks / max(now - max(sent_s, self._acknowledged_s), 1e-9)
+        measured = num_blocks / max(now - max(sent_s, self._acknowledged_s), 1e-9)
+        # Two may be heard of at once, which would make a slow line look fast.
+        self._blocks_per_s = measured if self._blocks_per_s is None else min(measured, 2 * self._blocks_per_s)
         self._acknowledged_s = now

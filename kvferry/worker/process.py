@@ -147,8 +147,13 @@ async def serve_worker(
     if hasattr(worker, "serve_attach"):
         add_decode_service(server, worker, secret)
     await server.start()
+    block_size = engine.identity.block_size
     say_state(
-        "listening", address=settings.address, name=name, pool_tokens=engine.num_slots * engine.identity.block_size
+        "listening",
+        address=settings.address,
+        name=name,
+        pool_tokens=engine.num_slots * block_size,
+        token_bytes=block_bytes // block_size,
     )
     draining = Draining(worker, config.drain_s)
     if here is not None:

@@ -180,7 +180,7 @@ class BlockReader:
             num_wanted = len(opening.tokens) // self._memory.format.block_size
             arriving = _Arriving(meeting, sequence, sequence.hold, opening, num_wanted, report, inbox, outbox)
             others = self._receive_ahead(stream, arriving), _send_all(stream, outbox)
-            await until_first(self._take_messages(arriving), *others, waits=False)
+            await until_first(self._take_messages(arriving), *others, awaits_others=False)
             has_all = True
         except RoadFailed as failed:
             self._meetings.bar(meeting, failed.message)

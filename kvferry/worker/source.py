@@ -92,6 +92,14 @@ class SourceIdentity:
     """A longer chain is refused before anything is done for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What a stream shows its reader; see FetchProgress."""
+
+    state: FetchState
+    is_reading: bool = False
+
+
 class _FetchIsOver(Exception):
     """Carries the end out of the sender."""
 
@@ -238,8 +246,8 @@ class _Serving:
         self._in_flight: dict[int, Hold] = {}
         self._acknowledged = asyncio.Event()
         self._computation: Computation | None = None
-        self._pace = FramePace(1, 1)
         self._outlet: Outlet | None = None if opening.warm else source.road(opening.road).open(opening.ticket)
+        self._pace = FramePace(*((1, 1) if opening.warm else source.frame_blocks(opening.road)))
 
     async def run(self) -> None:
         try:
@@ -303,7 +311,7 @@ class _Serving:
             await self._wait_for_a_block()
 
     async def _send_blocks(self, outlet: Outlet) -> None:
-        self._pace = pace = FramePace(*self._source.frame_blocks(self._opening.road))
+        pace = self._pace
         while self._next < len(self._ids):
             if len(self._in_flight) >= pace.num_in_flight:
                 await self._one_acknowledged()
@@ -358,7 +366,7 @@ class _Serving:
     async def _show_progress(self) -> None:
         """Of waiting and computing at once and at each change; of blocks that are all here only if sending them takes long."""
         is_here = self._pool.num_sealed_prefix(self._ids) == len(self._ids)
-        shown = (FetchState.SENDING, False) if is_here else None
+        shown = Doing(FetchState.SENDING) if is_here else None
         while True:
             if shown is not None:
                 await self._state_is_another(shown)
@@ -366,19 +374,22 @@ class _Serving:
             if self._has_ended:
                 await asyncio.get_running_loop().create_future()  # nothing follows the end
             if self._loop.is_advancing:
-                progress = FetchProgress(self._loop.step, shown[0], self._pool.num_sealed_prefix(self._ids), shown[1])
+                progress = FetchProgress(
+                    self._loop.step, shown.state, self._pool.num_sealed_prefix(self._ids), shown.is_reading
+                )
                 await self._stream.send(progress)
 
-    async def _state_is_another(self, shown: tuple[FetchState, bool]) -> None:
+    async def _state_is_another(self, shown: Doing) -> None:
         """Returns after the interval at the latest."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PROGRESS_INTERVAL_S):
                 while self._state() == shown:
                     await self._loop.stepped.wait()
 
-    def _state(self) -> tuple[FetchState, bool]:
-        """And whether it reads."""
+    def _state(self) -> Doing:
         computation = self._computation
         if computation is None or computation.has_ended:
-            return FetchState.SENDING, False
-        return (FetchState.QUEUED, False) if computation.is_queued else (FetchState.COMPUTING, computation.is_reading)
+            return Doing(FetchState.SENDING)
+        return (
+            Doing(FetchState.QUEUED) if computation.is_queued else Doing(FetchState.COMPUTING, computation.is_reading)
+        )

@@ -1,6 +1,7 @@
 """A memory of two sides, on the CPU's torch device: whoever looks at one sees what was last written, to whichever."""
 
 import ctypes
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.engine.device_memory import DeviceMemory
+from kvferry.engine.modules import ModulesRunner
+from kvferry.engine.plan import Chunk
 from kvferry.engine.torch_memory import TorchMemory
 
 NUM_SLOTS = 5
@@ -112,3 +115,25 @@ def test_both_sides_have_the_canonical_layout(dtype):
         assert memory.view(slot) == host.view(slot)
     at = memory.address + 4 * memory.format.block_bytes
     assert ctypes.string_at(at, memory.format.block_bytes) == bytes(memory.view(4))
+
+
+def test_a_step_that_fails_has_ended_for_the_memory_too():
+    """What it copied from the mirror is copied before one of its slots is another's."""
+    ended: list[bool] = []
+    memory = SimpleNamespace(
+        format=SimpleNamespace(block_size=16),
+        begin_step=lambda read, written: None,
+        end_step=lambda: ended.append(True),
+        blocks=torch.zeros(1),
+        keys=None,
+        values=None,
+    )
+
+    def fail(**_: object) -> None:
+        raise torch.OutOfMemoryError("too much")
+
+    runner = ModulesRunner(SimpleNamespace(forward=lambda: None), SimpleNamespace(), memory)
+    runner.model = fail
+    with pytest.raises(RuntimeError):
+        runner.forward((Chunk(0, (1, 2), 0, (1,)),), [1], memory)
+    assert ended == [True]

@@ -12,7 +12,8 @@ from kvferry.config import PrefillConfig, read_config
 from kvferry.engine.engine import fake_engine
 from kvferry.engine.plan import Chunk, Plan, StepResult
 from kvferry.engine.roofline import Ceilings
-from kvferry.worker import process
+from kvferry.errors import ConfigurationError
+from kvferry.worker import kept_executor, process
 from kvferry.worker.kept_executor import KeptExecutor
 from kvferry.worker.loop import ThreadExecutor
 from prefill_worker.worker import PrefillWorker
@@ -85,3 +86,14 @@ async def test_the_next_worker_of_a_process_does_not_listen_before_the_last_step
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving
+
+
+async def test_a_step_that_never_ends_is_an_error_and_no_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(kept_executor, "SETTLE_S", 0.1)
+    runner = Held()
+    executor = KeptExecutor.of(ThreadExecutor(runner))
+    await left_running(runner, executor)
+    with pytest.raises(ConfigurationError, match="has not ended"):
+        await executor.settle()
+    runner.may_end.set()
+    await asyncio.wait_for(executor.settle(), 10)

@@ -13,9 +13,10 @@ def test_a_frame_has_as_many_blocks_as_the_last_ones_say_are_through_in_time():
     assert pace.num_blocks == 2 * FRAME_S
     pace.acknowledged(1.5)
     assert pace.num_blocks == 4 * FRAME_S, "the second one was behind the first"
-    pace.sent(2, 2.0)
-    pace.acknowledged(2.001)
-    assert pace.num_blocks == 11, "a line that is quick again"
+    for round, num_blocks in enumerate((4, 8, 11, 11)):
+        pace.sent(2, 2.0 + round)
+        pace.acknowledged(2.001 + round)
+        assert pace.num_blocks == num_blocks, "a line that is quick again; or two acknowledgements that came at once"
 
 
 def test_a_block_that_takes_long_goes_alone():
