@@ -410,7 +410,7 @@ class Dispatcher:
         if was_attached and lost:
             logger.warning("%d requests go on elsewhere than on %s: %s", len(lost), member.worker_id, reason)
         # One that was asked to end, or was cut off with others, accuses nobody.
-        accuses = not (member.progress.is_draining or (member.fell_silent and self._silent_too(self._now())))
+        accuses = not (member.progress.is_draining or (member.fell_silent and lost and self._silent_too(self._now())))
         now, num_others = self._now(), int(self.members.view.ints["foreign_active"][member.row])
         was_alone = len(lost) == 1 and lost[0].runs_apart and not num_others
         for live in lost:
@@ -421,7 +421,7 @@ class Dispatcher:
         self._work.ring()
 
     def _silent_too(self, now: float) -> bool:
-        """Whether another decode worker fell silent at about the same time: no request hangs two at once."""
+        """Whether another one that had requests fell silent at about the same time: no request hangs two at once."""
         before, self._silent_s = self._silent_s, now
         return now - before < self._silence_s / 2
 
