@@ -12,7 +12,8 @@ KvferryError
 ├── ElsewhereError      try elsewhere: this worker, source or block is no good
 │   ├── FetchFailed         a source did not deliver (has a kind)
 │   ├── RoadFailed          blocks cannot come over a road, or no longer
-│   └── BadFrame            a frame was damaged or not what was asked for (has a kind)
+│   ├── BadFrame            a frame was damaged or not what was asked for (has a kind)
+│   └── EngineLost          no step can be run any more in this process, which is to end
 ├── LaterError          try later: there is no room or no worker now
 │   ├── Overloaded          a queue is full
 │   ├── NoWorker            a pool is empty
@@ -103,6 +104,10 @@ class BadFrame(ElsewhereError):
     def __init__(self, kind: str, message: str):
         super().__init__(message)
         self.kind = kind
+
+
+class EngineLost(ElsewhereError):
+    """Of a worker: its requests go on elsewhere, and no client hears of it."""
 
 
 class LaterError(KvferryError):

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvferry.config import home, is_loopback
-from kvferry.errors import ConfigurationError, JoinRefused, KvferryError
+from kvferry.errors import ConfigurationError, EngineLost, JoinRefused, KvferryError
 from kvferry.rpc.links import TlsFiles
 
 REFUSED_EXIT_CODE = 3
 """The worker was refused: starting it again unchanged is vain."""
+ENGINE_LOST_EXIT_CODE = 4
+"""Starting another one in the same process is vain."""
 
 
 def _print_state(state: dict[str, Any]) -> None:
@@ -133,6 +135,9 @@ def exit_code_of(error: BaseException) -> int:
     """Says why, too."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, EngineLost):  # no failed start: the next process may do better
+        logging.getLogger("kvferry").critical("%s", error.message)
+        return ENGINE_LOST_EXIT_CODE
     if isinstance(error, KvferryError):
         say_state("failed", reason=error.message)
         logging.getLogger("kvferry").error("%s", error.message)

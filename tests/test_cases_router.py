@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvferry.engine.engine import Engine, fake_engine
-from kvferry.engine.plan import EngineLost, Plan, StepResult
-from kvferry.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NoWorker, Overloaded
+from kvferry.engine.plan import Plan, StepResult
+from kvferry.errors import DeadlineExceeded, EngineFailure, EngineLost, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Refusal, Sampling
 from loadtest.virtual_time import run_virtual
 from router.idempotency import seed_of

@@ -140,6 +140,8 @@ class ProgramActor:
             except KvferryError as error:
                 self._heard({"state": "failed", "reason": error.message})
                 code = 2
+            if code == process.ENGINE_LOST_EXIT_CODE:
+                os._exit(code)  # no other program of this process would fare better: the actor begins anew
             self._told.code = code
             self._changed()
 

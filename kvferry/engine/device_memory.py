@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.engine.plan import EngineLost
 from kvferry.engine.torch_memory import DTYPES, TorchMemory, keys_and_values
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, EngineLost
 
 
 class Newer(IntEnum):

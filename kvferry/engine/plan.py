@@ -70,10 +70,6 @@ class StepResult:
     """Of the targets of each chunk with a scoring."""
 
 
-class EngineLost(Exception):
-    """No step can be run any more in this process: it is to end, and its requests go on elsewhere."""
-
-
 class Runner(Protocol):
     """Runs plans over a block memory. Called by one thread at a time."""
 

@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvferry.bell import Bell
-from kvferry.engine.plan import NON_FINITE, EngineLost, Plan, Runner, Scheduler, StepResult
+from kvferry.engine.plan import NON_FINITE, Plan, Runner, Scheduler, StepResult
 from kvferry.engine.roofline import StepCosts, Throughput
+from kvferry.errors import EngineLost
 from kvferry.kv.pool import BlockPool
 from kvferry.worker.counters import Counters
 from kvferry.worker.rates import MeasuredRates
