@@ -2,7 +2,7 @@
 
 The reference's numbers (kvferry/engine/attention.py), to a tolerance; scores, shares and sums are float32 whatever queries and KV are.
 A step's rows become groups of indices on the device once a step and window; a layer only uses them. Decode rows of many sequences
-make one group, padded to its longest; of a chunk, some rows at a time do. Also the operator's kernel for CUDA tensors.
+make one group, padded to its longest; of a chunk, some rows at a time do.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from kvferry.engine.attention import paged_attention_operator, softmax
+from kvferry.engine.attention import softmax
 
 GROUP_KEYS = 1 << 16
 """So many keys are gathered at once, about: 128 MiB of 16-bit keys in a layer of 8 KV heads of 128 numbers."""
@@ -158,24 +158,3 @@ def _sees(group: Group, num_keys: int, window: int) -> torch.Tensor:
     columns = (group.first_keys + torch.arange(num_keys, device=group.table.device))[:, None]
     rows = group.positions[..., None]
     return (columns <= rows) & (columns > rows - window) if window else columns <= rows
-
-
-@paged_attention_operator.register_kernel("cuda")
-def device_operator(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    layer: int,
-    begins: torch.Tensor,
-    starts: torch.Tensor,
-    tables: torch.Tensor,
-    table: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """The reference's operator. Who calls it for each layer has the spans copied from the device, and waits for it, as often."""
-    numbers = (one.cpu().numpy() for one in (begins, starts, tables, table))
-    spans = StepSpans(*numbers, block_size=keys.shape[-1], device=keys.device)
-    return attend_on_device(queries, keys, values, layer, spans, scale, window, softcap, sinks)
