@@ -2,8 +2,8 @@
 
 The kernel makes the copy (process_vm_readv): nothing is mapped, named or put into /dev/shm, so nothing can be left behind, guessed or
 full, and the pool keeps its large pages, which shared mappings have on few systems. It reads only, and may do so between processes of
-one user and one container; a source that dies is an error, not a signal. Who may read so may write, says the kernel: that nobody does is
-this code's promise. Before anything is believed the reader finds the source's random token at the address it was told: a process id
+one user and one container; a source that dies is an error, not a signal. Who may read so may write, says the kernel: that nobody does
+is this code's promise. Before anything is believed the reader finds the source's random token at the address it was told: a process id
 that means another process is found out.
 """
 
