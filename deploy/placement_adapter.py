@@ -48,7 +48,7 @@ class PlacementAdapter:
 
     def _open(self, number: int) -> int:
         row: int = self._view.open_row(_description(number))
-        self._view.bools["is_attached"][row] = True
+        self._view.set(row, is_attached=True)
         self._view.progressed(row, MEASURED, {}, time.monotonic())
         return row
 
@@ -61,8 +61,9 @@ class PlacementAdapter:
 
     def place(self, prepared: Chain) -> Any:
         now, tokens = time.monotonic(), len(prepared.keys) * BLOCK_SIZE
-        held = [*self._index.held(prepared.keys), *self._expected.held(prepared.keys, now)]
-        column = self._as_column(((one.rows, one.num_blocks) for one in held), self._view.num_rows)
+        keys = prepared.keys[:-1]
+        held = [*self._index.held(keys), *self._expected.held(keys, now)]
+        column = self._as_column(held, self._view.num_rows)
         demand = self._module.Demand(
             number=self._num_placed,
             num_tokens=tokens,
@@ -79,7 +80,7 @@ class PlacementAdapter:
     def note(self, prepared: Chain, placement: Any) -> None:
         self._num_placed += 1
         for row in (placement.decode_row, *placement.source_rows[:1]):
-            self._view.ints["num_placed"][row] += 1
+            self._view.set(row, num_placed=self._view.ints["num_placed"][row] + 1)
             self._expected.add(row, prepared.block_ids, time.monotonic())
 
 

@@ -8,7 +8,7 @@ of holders are one object, and a key is a small integer, so that an entry takes 
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.kv.block_id import ANNOUNCED_EVERY
 
@@ -16,7 +16,7 @@ KEY_BYTES = 8
 NUM_SHARDS = 256
 SHARD_MASK = NUM_SHARDS - 1
 MAX_SHARED_SETS = 65536
-MAX_LOOKED_FOR_ENDS = 4
+MAX_LOOKED_FOR_ENDS = 2
 
 
 def keys_of(block_ids: Iterable[bytes]) -> list[int]:
@@ -24,8 +24,7 @@ def keys_of(block_ids: Iterable[bytes]) -> list[int]:
     return [int.from_bytes(block_id[:KEY_BYTES], "little") for block_id in block_ids]
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """The workers of `rows` hold the first `num_blocks` of a chain, and no more of it."""
 
     rows: int
@@ -105,51 +104,39 @@ class PrefixIndex:
     def held(self, keys: Sequence[int]) -> list[Held]:
         """Who holds how much of the chain of these blocks, those with most of it first; who holds nothing is left out.
 
-        Each lookup is a read of memory that is nowhere near. So points between two with the same holders are taken to have them, too
-        (a worker gives up the end of a chain before its beginning), and where a chain ends between two points is looked up for the
-        holders of most of it alone: of the others, up to seven blocks are left out.
+        Each lookup is a read of memory that is nowhere near. So strides grow while the holders stay the same: points between two with
+        the same holders are taken to have them, too (a worker gives up the end of a chain before its beginning). And where a chain
+        ends between two points is looked up for the holders of most of it alone: of the others, up to seven blocks are left out.
         """
-        among, num_points = ~self._retired, len(keys) // ANNOUNCED_EVERY
-        at_first = self._at(keys, 1) & among if num_points else 0
-        at_last = self._at(keys, num_points) & at_first if at_first else 0
-        parted = [(num_points, at_last)] if at_last else []
-        if at_first:
-            self._part(keys, 1, at_first, num_points, at_last, parted)
-        parted.append((0, among & ~at_first))
+        shards = self._shards
+        point, rows, stride = 0, ~self._retired, 1
+        num_points = len(keys) // ANNOUNCED_EVERY
+        parted: list[tuple[int, int]] = []  # a point, and the rows that come to it and not to the next
+        while rows and point < num_points:
+            stride = min(stride, num_points - point)
+            key = keys[(point + stride) * ANNOUNCED_EVERY - 1]
+            going_on = shards[key & SHARD_MASK].get(key, 0) & rows
+            if going_on == rows:
+                point += stride
+                stride *= 2
+            elif stride > 1:
+                stride //= 2
+            else:
+                parted.append((point, rows & ~going_on))
+                point, rows = point + 1, going_on
+        if rows:
+            parted.append((point, rows))
         found: list[Held] = []
+        parted.reverse()
         for number, (point, rows) in enumerate(parted):
             first = point * ANNOUNCED_EVERY
-            num_between = min(ANNOUNCED_EVERY - 1, len(keys) - first) if number < MAX_LOOKED_FOR_ENDS else 0
-            found += self._with_ends(keys, first, first + num_between, rows)
-        return found
-
-    def _part(
-        self, keys: Sequence[int], low: int, at_low: int, high: int, at_high: int, parted: list[tuple[int, int]]
-    ) -> None:
-        """Appends the points below `high` at which some chains come to their last one, and whose; the deepest first."""
-        if at_low == at_high:
-            return
-        if high - low == 1:
-            parted.append((low, at_low & ~at_high))
-            return
-        middle = (low + high) // 2
-        at_middle = self._at(keys, middle) & at_low
-        self._part(keys, middle, at_middle, high, at_high, parted)
-        self._part(keys, low, at_low, middle, at_middle, parted)
-
-    def _at(self, keys: Sequence[int], point: int) -> int:
-        key = keys[point * ANNOUNCED_EVERY - 1]
-        return self._shards[key & SHARD_MASK].get(key, 0)
-
-    def _with_ends(self, keys: Sequence[int], first: int, last: int, among: int) -> list[Held]:
-        """Of the workers `among`, which hold the first `first` blocks: whose chains end before block `last`, and the others."""
-        found, shards = list[Held](), self._shards
-        for depth in range(last, first, -1):
-            key = keys[depth - 1]
-            rows = shards[key & SHARD_MASK].get(key, 0) & among
-            if rows:
-                found.append(Held(rows, depth))
-                among &= ~rows
-        if first and among:
-            found.append(Held(among, first))
+            if number < MAX_LOOKED_FOR_ENDS:
+                for depth in range(min(first + ANNOUNCED_EVERY - 1, len(keys)), first, -1):
+                    key = keys[depth - 1]
+                    ending = shards[key & SHARD_MASK].get(key, 0) & rows
+                    if ending:
+                        found.append(Held(ending, depth))
+                        rows &= ~ending
+            if first and rows:
+                found.append(Held(rows, first))
         return found

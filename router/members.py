@@ -9,9 +9,6 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
-
-from numpy.typing import NDArray
 
 from kvferry.kv.block_id import chain_root
 from kvferry.messages import (
@@ -68,9 +65,9 @@ class Member:
         """The row may be another's from now on: what is still released here changes nothing."""
         self._has_left = True
 
-    def _set(self, column: NDArray[Any], value: int) -> None:
+    def _set(self, **values: int) -> None:
         if not self._has_left:
-            column[self.row] = value
+            self._view.set(self.row, **values)
 
     @property
     def is_attached(self) -> bool:
@@ -79,7 +76,7 @@ class Member:
 
     @is_attached.setter
     def is_attached(self, value: bool) -> None:
-        self._set(self._view.bools["is_attached"], value)
+        self._set(is_attached=value)
 
     @property
     def num_active(self) -> int:
@@ -87,7 +84,7 @@ class Member:
 
     @num_active.setter
     def num_active(self, value: int) -> None:
-        self._set(self._view.ints["num_active"], value)
+        self._set(num_active=value)
 
     @property
     def active_tokens(self) -> int:
@@ -95,7 +92,7 @@ class Member:
 
     @active_tokens.setter
     def active_tokens(self, value: int) -> None:
-        self._set(self._view.ints["active_tokens"], value)
+        self._set(active_tokens=value)
 
     @property
     def num_placed(self) -> int:
@@ -103,7 +100,7 @@ class Member:
 
     @num_placed.setter
     def num_placed(self, value: int) -> None:
-        self._set(self._view.ints["num_placed"], value)
+        self._set(num_placed=value)
 
     @property
     def is_alone(self) -> bool:
@@ -112,7 +109,7 @@ class Member:
 
     @is_alone.setter
     def is_alone(self, value: bool) -> None:
-        self._set(self._view.bools["is_reserved"], value)
+        self._set(is_reserved=value)
 
     @property
     def state(self) -> str:
@@ -190,7 +187,7 @@ class Members:
                     word = "is much slower than its pool: set aside" if is_aside else "is tried again"
                     logger.warning("%s %s", member.worker_id, word)
                     self.counters["set_aside"] += is_aside
-                    self.view.bools["is_aside"][member.row] = is_aside
+                    self.view.set(member.row, is_aside=is_aside)
                     self.on_change()
 
     @property

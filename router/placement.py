@@ -6,7 +6,8 @@ Policies differ in the score of decode workers and in the order of sources; what
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +31,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 NOTHING_HELD: Ints = np.empty(0, np.int64)
+NOBODY: NDArray[np.intp] = np.empty(0, np.intp)
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(NamedTuple):
     """The workers as the router sees them at this moment, for one request."""
 
     is_decode: Bools
@@ -57,13 +58,12 @@ class Columns:
     tokens_per_s: Floats
     """Of prompts of this request's length."""
     held_blocks: Ints
-    """Of this request's chain."""
+    """Of this request's chain, the tail apart."""
     block_s: Callable[[int], Floats]
     """Seconds that a block takes from each worker to the one of that row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """What a request asks of its place."""
 
     number: int
@@ -93,8 +93,7 @@ class Demand:
         return self.slo_ttft_s < float("inf") or self.slo_tpot_s < float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Seconds from now on."""
 
     waiting_s: float = 0.0
@@ -124,8 +123,7 @@ class Candidate:
     score: float
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     decode_row: int
     source_rows: tuple[int, ...]
     holder_rows: tuple[int, ...]
@@ -134,7 +132,7 @@ class Placement:
     local_tokens: int
     """The decode worker shall compute so many by itself before it asks a source."""
     is_local: bool
-    prediction: Prediction = field(default_factory=Prediction)
+    prediction: Prediction = Prediction()
     keeps_slos: bool = True
     decided_by: str = ""
     alternative: Prediction | None = None
@@ -142,20 +140,23 @@ class Placement:
     candidates: tuple[Candidate, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Chain:
+class _Chain(NamedTuple):
     """What is the same for every decode worker that may be chosen."""
 
     sources: NDArray[np.intp]
     """Prefill workers that could compute it."""
+    waiting_s: Floats
+    """Until each source would begin with it."""
+    block_s: Floats
+    """That each source takes to compute a block."""
     holders: NDArray[np.intp]
     """Usable workers of either pool that hold some of it."""
     held: Ints
     """By each of the holders, in blocks."""
+    most_held: int
 
 
-@dataclass(frozen=True, slots=True)
-class _SourceTimes:
+class _SourceTimes(NamedTuple):
     """Seconds of each source."""
 
     waiting_s: Floats
@@ -165,8 +166,7 @@ class _SourceTimes:
     """Moving hides behind computing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _DecodeCosts:
+class _DecodeCosts(NamedTuple):
     rows: NDArray[np.intp]
     """Of workers that can take the request."""
     cost_s: Floats
@@ -192,7 +192,7 @@ Scorer = Callable[[Columns, Demand, _DecodeCosts], Floats]
 
 def _cheapness(columns: Columns, demand: Demand, costs: _DecodeCosts) -> Floats:
     """Those that keep the SLOs are before those that do not."""
-    score: Floats = costs.cost_s.min() / costs.cost_s
+    score: Floats = costs.cost_s[costs.cost_s.argmin()] / costs.cost_s
     if not demand.has_slo:
         return score
     keeps = costs.ttft_s(demand, columns) <= demand.slo_ttft_s
@@ -207,7 +207,7 @@ def _step_s(demand: Demand, columns: Columns, rows: NDArray[np.intp] | int) -> F
 
 def _prefix(columns: Columns, demand: Demand, costs: _DecodeCosts) -> Floats:
     num_blocks = max(demand.num_blocks_before_tail, 1)
-    return np.minimum(columns.held_blocks[costs.rows], num_blocks) / num_blocks
+    return columns.held_blocks[costs.rows] / num_blocks
 
 
 def _idleness(columns: Columns, demand: Demand, costs: _DecodeCosts) -> Floats:
@@ -242,7 +242,7 @@ def rows_with_room(columns: Columns, demand: Demand) -> NDArray[np.intp]:
     """A worker with nothing to do takes whatever fits into its pool; others must have room beside what they have."""
     able = columns.num_active == 0
     if not demand.runs_apart:
-        if not able.all():
+        if not able[able.argmin()]:
             has_room = columns.active_tokens + demand.num_tokens * demand.num_choices <= columns.pool_tokens
             has_room &= columns.num_active + demand.num_choices <= columns.max_active
             able |= has_room
@@ -272,17 +272,22 @@ def place(demand: Demand, columns: Columns, policy: Policy, rows: NDArray[np.int
 
 
 def _chain(demand: Demand, columns: Columns) -> _Chain:
+    sources = _sources(demand, columns)
+    rates = columns.tokens_per_s[sources]
+    of_sources = (sources, columns.waiting_tokens[sources] / rates, demand.block_size / rates)
     holders = columns.held_blocks.nonzero()[0]
+    if len(holders):
+        holders = holders[columns.is_usable[holders]]
     if not len(holders):
-        return _Chain(_sources(demand, columns), holders, NOTHING_HELD)
-    holders = holders[columns.is_usable[holders]]
-    return _Chain(_sources(demand, columns), holders, columns.held_blocks[holders])
+        return _Chain(*of_sources, holders, NOTHING_HELD, 0)
+    held = columns.held_blocks[holders]
+    return _Chain(*of_sources, holders, held, int(held[held.argmax()]))
 
 
 def _sources(demand: Demand, columns: Columns) -> NDArray[np.intp]:
     """Prefill workers that could compute the chain."""
     if demand.computes_all or not demand.num_blocks_before_tail:
-        return np.empty(0, np.intp)
+        return NOBODY
     able = columns.pool_tokens >= demand.num_blocks_before_tail * demand.block_size
     able &= columns.is_usable
     able = able > columns.is_decode
@@ -301,43 +306,48 @@ def _decode_costs(demand: Demand, columns: Columns, rows: NDArray[np.intp], chai
     Computed for all rows and then read for `rows`: numpy is faster on whole columns than at picking from them.
     """
     num_blocks, num_choices, num_steps = demand.num_blocks_before_tail, demand.num_choices, demand.output_tokens
-    missing = num_blocks - np.minimum(columns.held_blocks, num_blocks)
+    missing = num_blocks - columns.held_blocks
     missing *= demand.block_size
-    alone_s = (columns.waiting_tokens + missing) / columns.tokens_per_s
-    harmful_s = columns.num_active.astype(np.float64) * STREAMS_FIRST
+    alone_s = (missing + columns.waiting_tokens) / columns.tokens_per_s
+    num_active = columns.num_active.astype(np.float64)
+    harmful_s = num_active * STREAMS_FIRST
     harmful_s += 1.0
-    if num_blocks * demand.block_size <= demand.local_tokens or len(chain.holders):  # else nobody lacks so little
+    if (num_blocks - chain.most_held) * demand.block_size <= demand.local_tokens:  # else nobody lacks so little
         np.copyto(harmful_s, 1.0, where=missing <= demand.local_tokens)
     harmful_s *= alone_s
     # Of its own steps, the first token's included, each holds up the request; what it adds to them holds up the streams there.
-    slopes = columns.num_active * (1 + num_steps + num_choices * num_steps)
-    slopes += num_choices * (1 + num_steps)
-    cost_s = slopes * columns.step_slope_s
+    cost_s = num_active
+    cost_s *= 1 + num_steps + num_choices * num_steps
+    cost_s += num_choices * (1 + num_steps)
+    cost_s *= columns.step_slope_s
     cost_s += columns.step_base_s * (1 + num_steps)
-    remote_s = _remote_s(demand, columns, chain, alone_s) if len(chain.sources) else None
+    remote_s = _remote_s(demand, columns, chain) if len(chain.sources) else None
     cost_s += harmful_s if remote_s is None else np.minimum(harmful_s, remote_s)
     return _DecodeCosts(rows, np.maximum(cost_s[rows], 1e-9), alone_s, harmful_s, remote_s)
 
 
-def _remote_s(demand: Demand, columns: Columns, chain: _Chain, alone_s: Floats) -> Floats:
+def _remote_s(demand: Demand, columns: Columns, chain: _Chain) -> Floats:
     """Seconds until each worker would have the chain from the best of a few sources, no time where nothing is missing.
 
-    `alone_s`: until each would have computed it itself. Workers differ only in how much they hold, which for most is nothing.
+    Workers differ only in how much they hold, which for most is nothing.
     """
-    num_blocks, sources = demand.num_blocks_before_tail, chain.sources
-    if len(sources) > NUM_COMPARED_SOURCES:
-        sources = sources[alone_s[sources].argpartition(NUM_COMPARED_SOURCES)[:NUM_COMPARED_SOURCES]]
+    num_blocks, waiting_s, block_s = demand.num_blocks_before_tail, chain.waiting_s, chain.block_s
+    source_held = columns.held_blocks[chain.sources]
+    if len(source_held) > NUM_COMPARED_SOURCES:
+        alone_s = (num_blocks - source_held) * block_s
+        alone_s += waiting_s
+        compared = alone_s.argpartition(NUM_COMPARED_SOURCES)[:NUM_COMPARED_SOURCES]
+        source_held, block_s, waiting_s = source_held[compared], block_s[compared], waiting_s[compared]
     held = np.zeros(len(chain.holders) + 1, np.int64)
-    held[1:] = np.minimum(chain.held, num_blocks)
-    rates = columns.tokens_per_s[sources]
+    held[1:] = chain.held
     # One row for each source: long rows are what numpy is fast at.
-    start = np.maximum(columns.held_blocks[sources][:, None], held)
-    times_s = (num_blocks - start) * (demand.block_size / rates)[:, None]
-    times_s += (columns.waiting_tokens[sources] / rates)[:, None]
+    times_s = (num_blocks - np.maximum(source_held[:, None], held)) * block_s[:, None]
+    times_s += waiting_s[:, None]
     least_s = np.minimum.reduce(times_s)
     least_s += FETCH_S
-    least_s[held == num_blocks] = 0.0
-    remote_s = np.empty(len(alone_s))
+    if chain.most_held == num_blocks:
+        least_s[held == num_blocks] = 0.0
+    remote_s = np.empty(len(columns.held_blocks))
     remote_s.fill(least_s[0])
     remote_s[chain.holders] = least_s[1:]
     return remote_s
@@ -345,7 +355,7 @@ def _remote_s(demand: Demand, columns: Columns, chain: _Chain, alone_s: Floats) 
 
 def _pick(columns: Columns, rows: NDArray[np.intp], scores: Floats) -> int:
     """The best; of equals the one with the least to do, then the one whose turn it is."""
-    best = (scores * SAME >= scores.max()).nonzero()[0]
+    best = (scores >= scores[scores.argmax()] / SAME).nonzero()[0]
     if len(best) == 1:
         return int(best[0])
     of = rows[best]
@@ -355,7 +365,7 @@ def _pick(columns: Columns, rows: NDArray[np.intp], scores: Floats) -> int:
 def _with_sources(demand: Demand, columns: Columns, decode: int, chain: _Chain, policy: Policy) -> Placement:
     step_s = float(_step_s(demand, columns, decode))
     size, num_blocks = demand.block_size, demand.num_blocks_before_tail
-    held = min(int(columns.held_blocks[decode]), num_blocks)
+    held = int(columns.held_blocks[decode])
     missing_blocks = num_blocks - held
     missing = missing_blocks * size
     if demand.computes_all:
@@ -365,7 +375,7 @@ def _with_sources(demand: Demand, columns: Columns, decode: int, chain: _Chain, 
     here_s = float((columns.waiting_tokens[decode] + missing) / columns.tokens_per_s[decode])
     stall_s = min(here_s, STALL_S) if columns.num_active[decode] else 0.0
     here = Prediction(computing_s=here_s, tail_s=step_s, tpot_s=step_s, stall_s=stall_s)
-    givers = _givers(demand, columns, chain, decode)
+    givers = _givers(demand, columns, chain, decode) if chain.most_held == num_blocks else NOBODY
     if not len(chain.sources) and not len(givers):
         return Placement(decode, (), (), missing, missing, True, here, _keeps(here, demand), "no source")
     block_s = columns.block_s(decode)
@@ -376,10 +386,9 @@ def _with_sources(demand: Demand, columns: Columns, decode: int, chain: _Chain, 
         remote = Prediction(*of, FETCH_S + step_s, step_s)
     else:
         remote = Prediction(tail_s=FETCH_S + step_s, tpot_s=step_s)
-    whole = givers[columns.held_blocks[givers] >= num_blocks]
-    if len(whole) and missing:
-        nearest = np.lexsort((columns.num_placed[whole], columns.num_active[whole], block_s[whole]))[0]
-        giver = int(whole[nearest])
+    if len(givers) and missing:
+        nearest = np.lexsort((columns.num_placed[givers], columns.num_active[givers], block_s[givers]))[0]
+        giver = int(givers[nearest])
         moved = Prediction(0.0, 0.0, float(missing_blocks * block_s[giver]), FETCH_S + step_s, step_s)
         if not sources or not policy.weighs_local or moved.ttft_s <= remote.ttft_s:
             sources, remote = (giver, *sources)[:MAX_SOURCES], moved
@@ -424,10 +433,8 @@ def _computes_here(
 def _source_times(demand: Demand, columns: Columns, chain: _Chain, held: int, block_s: Floats) -> _SourceTimes:
     """A source reads the beginning of the chain where somebody holds it, be it itself."""
     num_blocks, sources = demand.num_blocks_before_tail, chain.sources
-    begin = min(int(chain.held.max(initial=0)), num_blocks)
-    rates = columns.tokens_per_s[sources]
-    waiting_s = columns.waiting_tokens[sources] / rates
-    computing_s = (num_blocks - begin) * demand.block_size / rates
+    waiting_s = chain.waiting_s
+    computing_s = (num_blocks - chain.most_held) * chain.block_s
     moving_s = (num_blocks - held) * block_s[sources]
     total_s = np.maximum(computing_s, moving_s)
     total_s += waiting_s
@@ -442,7 +449,7 @@ def _ordered(
     if not len(prefill):
         return (), None
     keys = policy.order(columns, prefill, total_s)
-    least = keys.min()
+    least = keys[keys.argmin()]
     best = (keys <= least + abs(least) * (SAME - 1)).nonzero()[0]
     first = int(best[columns.num_placed[prefill[best]].argmin()])
     begin = (demand.number + demand.number // len(prefill)) % len(prefill)  # not in step with who is first in turn
@@ -453,10 +460,9 @@ def _ordered(
 
 
 def _givers(demand: Demand, columns: Columns, chain: _Chain, decode: int) -> NDArray[np.intp]:
-    """Other decode workers that hold some of the chain."""
-    if not len(chain.holders):
-        return chain.holders
-    return _without(chain.holders[columns.is_decode[chain.holders]], (decode, *demand.failed_rows))
+    """Other decode workers that hold all of the chain."""
+    rows = chain.holders[chain.held == demand.num_blocks_before_tail]
+    return _without(rows[columns.is_decode[rows]], (decode, *demand.failed_rows))
 
 
 def _holders(demand: Demand, columns: Columns, chain: _Chain, sources: tuple[int, ...]) -> tuple[int, ...]:
@@ -465,13 +471,13 @@ def _holders(demand: Demand, columns: Columns, chain: _Chain, sources: tuple[int
     if first is None:
         return ()
     at_least = int(columns.held_blocks[first]) + demand.local_tokens // demand.block_size
-    has_more = chain.held > at_least
-    rows, held = chain.holders[has_more], chain.held[has_more]
-    if not len(rows):
-        return ()
-    rows = rows[(-held).argsort(kind="stable")[: MAX_HOLDERS + len(demand.failed_rows) + 1]]
-    kept = [row for row in rows.tolist() if row != first and row not in demand.failed_rows]
-    return tuple(kept[:MAX_HOLDERS])
+    left, rows = chain.held.copy(), list[int]()
+    while len(rows) < MAX_HOLDERS and len(left) and left[most := left.argmax()] > at_least:
+        left[most] = 0
+        row = int(chain.holders[most])
+        if row != first and row not in demand.failed_rows:
+            rows.append(row)
+    return tuple(rows)
 
 
 def _keeps(prediction: Prediction, demand: Demand) -> bool:
@@ -509,4 +515,4 @@ def _explained(
             )
             for k in np.argsort(total_s, kind="stable")[:8].tolist()
         ]
-    return replace(placement, candidates=tuple(candidates))
+    return placement._replace(candidates=tuple(candidates))

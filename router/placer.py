@@ -89,8 +89,8 @@ class Placer:
             return None
         if live.has_yielded:
             rows = self._equals_before_others(live, rows)
-        held = members.held(live.block_keys(root, description.block_size), now)
-        fill_by_row(columns.held_blocks, [(one.rows, one.num_blocks) for one in held])
+        keys = live.block_keys(root, description.block_size)[: demand.num_blocks_before_tail]
+        fill_by_row(columns.held_blocks, members.held(keys, now))
         return place(demand, columns, POLICIES[self.rules.policy], rows)
 
     def _equals_before_others(self, live: Live, rows: NDArray[np.intp]) -> NDArray[np.intp]:

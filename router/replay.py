@@ -126,7 +126,7 @@ class Replay:
         workers, n = self._workers, len(self._workers)
         rates = np.array([worker.tokens_per_s for worker in workers])
         waiting = np.maximum(np.array(self._busy_until) - now, 0.0) * rates
-        held = held_by_row(((one.rows, one.num_blocks) for one in self._index.held(request.keys)), n)
+        held = held_by_row(self._index.held(request.keys), n)
         return Columns(
             is_decode=np.array([worker.is_decode for worker in workers]),
             is_usable=np.ones(n, np.bool_),

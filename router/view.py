@@ -40,11 +40,15 @@ INTS = (
     "active_tokens",
     "foreign_active",
     "foreign_tokens",
+    "all_active",
+    "all_tokens",
 )
+"""The last two are sums: what this router has there and what others have."""
 DEFAULTS = {"step_base_s": 0.02, "step_slope_s": 0.0}
 """Of workers that have measured nothing, where nobody has."""
 FLOATS = tuple(DEFAULTS)
-BOOLS = ("is_decode", "is_member", "is_attached", "is_draining", "is_aside", "is_reserved")
+BOOLS = ("is_decode", "is_member", "is_attached", "is_draining", "is_aside", "is_reserved", "is_usable")
+"""Usable is a member that is attached and neither draining nor aside."""
 
 
 @dataclass(slots=True)
@@ -82,6 +86,16 @@ class WorkerView:
         """Rows beyond were never used."""
         self._cut_to_rows()
 
+    def set(self, row: int, **values: int) -> None:
+        """By the columns' names; what follows from them for this row follows at once."""
+        ints, bools = self.ints, self.bools
+        for name, value in values.items():
+            (bools if name in bools else ints)[name][row] = value
+        ints["all_active"][row] = ints["num_active"][row] + ints["foreign_active"][row]
+        ints["all_tokens"][row] = ints["active_tokens"][row] + ints["foreign_tokens"][row]
+        is_there = bools["is_member"][row] and bools["is_attached"][row]
+        bools["is_usable"][row] = is_there and not (bools["is_draining"][row] or bools["is_aside"][row])
+
     def open_row(self, description: WorkerDescription) -> int:
         if not self._free:
             self._grow()
@@ -96,10 +110,13 @@ class WorkerView:
         self._reported[:, row] = self._waiting[:, row] = 0
         self._pending[row], self._links[row] = {}, {}
         self._last_step[row] = (-1, 0.0)
-        self.ints["max_active"][row] = description.max_sequences
-        self.ints["pool_tokens"][row] = description.pool_tokens
-        self.bools["is_decode"][row] = description.role is Role.DECODE
-        self.bools["is_member"][row] = True
+        self.set(
+            row,
+            max_active=description.max_sequences,
+            pool_tokens=description.pool_tokens,
+            is_decode=description.role is Role.DECODE,
+            is_member=True,
+        )
         self._block_bytes = description.block_bytes
         self._smoothed.clear()
         return row
@@ -111,7 +128,7 @@ class WorkerView:
 
     def close_row(self, row: int) -> None:
         """Nothing is placed there any more; the row is not given out before `free_row`."""
-        self.bools["is_member"][row] = False
+        self.set(row, is_member=False)
         for links in self._links:
             links.pop(row, None)
         self._smoothed.clear()
@@ -122,13 +139,17 @@ class WorkerView:
     # ------------------------------------------------------------------------------------------------ what workers say
 
     def progressed(self, row: int, progress: WorkerProgress, rows_of: Mapping[str, int], now: float) -> None:
-        ints, is_decode = self.ints, self.bools["is_decode"][row]
-        if is_decode:
-            ints["foreign_active"][row] = max(progress.num_sequences - progress.your_sequences, 0)
-            ints["foreign_tokens"][row] = max(progress.kv_tokens - progress.your_kv_tokens, 0)
-        else:
-            self.bools["is_attached"][row] = True  # it has no other stream to the router by which to show life
-        self.bools["is_draining"][row] = progress.is_draining
+        if self.bools["is_decode"][row]:
+            num_foreign = max(progress.num_sequences - progress.your_sequences, 0)
+            foreign_tokens = max(progress.kv_tokens - progress.your_kv_tokens, 0)
+            self.set(
+                row,
+                foreign_active=num_foreign,
+                foreign_tokens=foreign_tokens,
+                is_draining=progress.is_draining,
+            )
+        else:  # it has no other stream to the router by which to show life
+            self.set(row, is_attached=True, is_draining=progress.is_draining)
         self._reported[:, row] = _cumulative(progress.waiting_by_size)
         pending = self._pending[row]
         for number in [number for number, (at, _) in pending.items() if at < now - LAG_S]:
@@ -171,11 +192,11 @@ class WorkerView:
         ints, bools, bucket = self._ints, self._bools, _bucket(num_tokens)
         return Columns(
             is_decode=bools["is_decode"],
-            is_usable=self.usable(),
+            is_usable=bools["is_usable"],
             is_reserved=bools["is_reserved"],
-            num_active=ints["num_active"] + ints["foreign_active"],
+            num_active=ints["all_active"],
             max_active=ints["max_active"],
-            active_tokens=ints["active_tokens"] + ints["foreign_tokens"],
+            active_tokens=ints["all_tokens"],
             pool_tokens=ints["pool_tokens"],
             num_placed=ints["num_placed"],
             step_base_s=self._alike("step_base_s", now),
@@ -196,12 +217,8 @@ class WorkerView:
 
     def most_pool_tokens(self, usable: bool) -> int:
         """Of a decode worker, or of one that requests can be placed on now; 0 without any."""
-        of = self._bools["is_decode"] & (self.usable() if usable else self._bools["is_member"])
+        of = self._bools["is_decode"] & self._bools["is_usable" if usable else "is_member"]
         return int(self._ints["pool_tokens"].max(where=of, initial=0))
-
-    def usable(self) -> NDArray[np.bool_]:
-        bools = self._bools
-        return (bools["is_member"] & bools["is_attached"]) > (bools["is_draining"] | bools["is_aside"])
 
     def block_s(self, row: int) -> NDArray[np.float64]:
         """Seconds a block from each row to this one."""

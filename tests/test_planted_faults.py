@@ -298,7 +298,7 @@ def the_load_of_other_routers_is_never_forgotten(patch: pytest.MonkeyPatch) -> N
     def sticky(self: WorkerView, row: int, *rest: Any) -> None:
         before = self.ints["foreign_active"][row]
         progressed(self, row, *rest)
-        self.ints["foreign_active"][row] = max(before, self.ints["foreign_active"][row])
+        self.set(row, foreign_active=max(before, self.ints["foreign_active"][row]))
 
     patch.setattr(WorkerView, "progressed", sticky)
 
@@ -309,7 +309,7 @@ def a_worker_that_drains_gets_new_requests(patch: pytest.MonkeyPatch) -> None:
 
     def deaf(self: WorkerView, row: int, *rest: Any) -> None:
         progressed(self, row, *rest)
-        self.bools["is_draining"][row] = False
+        self.set(row, is_draining=False)
 
     patch.setattr(WorkerView, "progressed", deaf)
 

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -70,7 +68,7 @@ def test_the_holder_of_the_prefix_is_picked_until_its_load_costs_more_than_the_p
 
     def chosen(num_active):
         return placed(
-            holder(num_active), d(step_slope_s=0.0001), p(), demand=replace(DEMAND, output_tokens=100)
+            holder(num_active), d(step_slope_s=0.0001), p(), demand=DEMAND._replace(output_tokens=100)
         ).decode_row
 
     assert chosen(0) == chosen(1) == 0
@@ -82,9 +80,9 @@ def test_a_slow_worker_gets_less():
 
 
 def test_those_that_keep_the_slos_come_before_those_that_are_cheaper():
-    demand = replace(DEMAND, slo_ttft_s=0.5, output_tokens=1000)
+    demand = DEMAND._replace(slo_ttft_s=0.5, output_tokens=1000)
     slow_to_begin = d(waiting_tokens=5000, step_base_s=0.01)  # 5 s of tails before it, but then it is fast
-    assert placed(slow_to_begin, d(), demand=replace(demand, slo_ttft_s=float("inf"))).decode_row == 0
+    assert placed(slow_to_begin, d(), demand=demand._replace(slo_ttft_s=float("inf"))).decode_row == 0
     found = placed(slow_to_begin, d(), demand=demand)
     assert found.decode_row == 1
     assert found.keeps_slos
@@ -94,9 +92,17 @@ def test_those_that_keep_the_slos_come_before_those_that_are_cheaper():
 
 
 def test_below_the_threshold_of_missing_tokens_it_is_computed_where_it_decodes():
-    assert placed(d(), p(), demand=replace(DEMAND, local_tokens=192)).is_local
-    assert placed(d(held_blocks=11), p(), demand=replace(DEMAND, local_tokens=16)).is_local
-    assert not placed(d(held_blocks=10), p(), demand=replace(DEMAND, local_tokens=16), policy="prefix").is_local
+    assert placed(d(), p(), demand=DEMAND._replace(local_tokens=192)).is_local
+    assert placed(d(held_blocks=11), p(), demand=DEMAND._replace(local_tokens=16)).is_local
+    assert not placed(d(held_blocks=10), p(), demand=DEMAND._replace(local_tokens=16), policy="prefix").is_local
+
+
+@pytest.mark.parametrize("policy", ["cost", "least-loaded", "round-robin"])
+def test_where_nobody_computes_prompts_and_nobody_else_has_all_of_it_it_is_computed_where_it_decodes(policy):
+    crowded = d(held_blocks=6, num_active=7, active_tokens=700, num_placed=1)
+    found = placed(d(held_blocks=5), crowded, policy=policy)
+    assert (found.decode_row, found.source_rows, found.is_local, found.decided_by) == (0, (), True, "no source")
+    assert found.prediction.computing_s == 7 * BLOCK / 1000
 
 
 def test_computing_here_is_chosen_when_fetching_would_take_longer_and_nobody_is_held_up():
@@ -112,16 +118,16 @@ def test_of_computing_here_and_fetching_the_one_that_keeps_the_slos_wins_whateve
     crowded, free = d(num_active=4, active_tokens=4), d(num_active=1, active_tokens=1)
     late, soon = p(waiting_tokens=1500), p(waiting_tokens=10)
     assert not placed(crowded, late).is_local
-    in_time = placed(crowded, late, demand=replace(DEMAND, slo_ttft_s=1.0))
+    in_time = placed(crowded, late, demand=DEMAND._replace(slo_ttft_s=1.0))
     assert in_time.is_local
     assert in_time.keeps_slos
     assert "only computing here" in in_time.decided_by
     assert placed(free, p(waiting_tokens=3000)).is_local
-    smooth = placed(free, p(waiting_tokens=3000), demand=replace(DEMAND, slo_tpot_s=0.05))
+    smooth = placed(free, p(waiting_tokens=3000), demand=DEMAND._replace(slo_tpot_s=0.05))
     assert not smooth.is_local, "computing here would hold up the streams there for longer"
     assert "only fetching" in smooth.decided_by
     for slo_s, what in ((0.01, "fetching costs less"), (9.0, "fetching costs less")):
-        assert placed(crowded, soon, demand=replace(DEMAND, slo_ttft_s=slo_s)).decided_by == what
+        assert placed(crowded, soon, demand=DEMAND._replace(slo_ttft_s=slo_s)).decided_by == what
 
 
 def test_whoever_computes_here_still_knows_the_sources_in_case_the_index_is_wrong():
@@ -147,14 +153,14 @@ def test_what_somebody_holds_is_read_and_not_computed_again():
 
 def test_next_sources_differ_from_request_to_request():
     workers = [d(), *(p(waiting_tokens=10 + 100 * k) for k in range(8))]
-    found = {placed(*workers, demand=replace(DEMAND, number=number)).source_rows[1:] for number in range(8)}
+    found = {placed(*workers, demand=DEMAND._replace(number=number)).source_rows[1:] for number in range(8)}
     assert len(found) >= 7
-    assert all(placed(*workers, demand=replace(DEMAND, number=number)).source_rows[0] == 1 for number in range(8))
+    assert all(placed(*workers, demand=DEMAND._replace(number=number)).source_rows[0] == 1 for number in range(8))
 
 
 @every_policy
 def test_sources_that_failed_are_left_out(policy):
-    demand = replace(DEMAND, failed_rows=frozenset({1, 2}))
+    demand = DEMAND._replace(failed_rows=frozenset({1, 2}))
     assert placed(d(), p(), p(), p(waiting_tokens=1000), demand=demand, policy=policy).source_rows == (3,)
 
 
@@ -178,26 +184,26 @@ def test_a_decode_worker_that_has_it_all_is_the_first_source_and_whoever_compute
     full = d(num_active=8, active_tokens=9, held_blocks=12)
     assert placed(d(), full, p()).source_rows == (1, 2)
     assert placed(d(), full).source_rows == (1,)
-    failed = replace(DEMAND, failed_rows=frozenset({1}))
+    failed = DEMAND._replace(failed_rows=frozenset({1}))
     assert placed(d(), full, p(), demand=failed).source_rows == (2,)
     assert placed(d(), full | {"held_blocks": 11}, p()).source_rows == (2,)
 
 
 def test_a_suspect_runs_apart_or_waits():
-    demand = replace(DEMAND, runs_apart=True)
+    demand = DEMAND._replace(runs_apart=True)
     assert placed(d(num_active=1, active_tokens=1), demand=demand) is None
     assert placed(d(num_active=1, active_tokens=1), d(), demand=demand).decode_row == 1
 
 
 def test_whoever_wants_the_prompts_log_probabilities_is_computed_where_it_decodes():
-    found = placed(d(), p(), demand=replace(DEMAND, computes_all=True))
+    found = placed(d(), p(), demand=DEMAND._replace(computes_all=True))
     assert found.is_local
     assert found.source_rows == ()
 
 
 @every_policy
 def test_an_explanation_names_the_candidates_and_what_decided(policy):
-    found = placed(d(), d(num_active=2, active_tokens=3), p(), demand=replace(DEMAND, explains=True), policy=policy)
+    found = placed(d(), d(num_active=2, active_tokens=3), p(), demand=DEMAND._replace(explains=True), policy=policy)
     assert {one.row for one in found.candidates} == {0, 1, 2}
     assert found.decided_by
     scores = [one.score for one in found.candidates if one.role == "decode"]
@@ -241,22 +247,22 @@ workers = st.lists(
 @given(workers, st.sampled_from([16, 200]), st.sampled_from([0, 64]), st.booleans(), st.sampled_from(list(POLICIES)))
 def test_shortcuts_change_no_decision(workers, num_tokens, local_tokens, runs_apart, policy):
     """An explained placement takes none: all candidates are compared."""
-    demand = replace(
-        DEMAND, num_tokens=num_tokens, num_blocks_before_tail=(num_tokens - 1) // BLOCK, local_tokens=local_tokens,
+    demand = DEMAND._replace(
+        num_tokens=num_tokens, num_blocks_before_tail=(num_tokens - 1) // BLOCK, local_tokens=local_tokens,
         runs_apart=runs_apart, slo_ttft_s=1.0,
     )  # fmt: skip
     short, seen = columns(*workers), columns(*workers)
     rows = rows_with_room(short, demand)
-    plain = placed(*workers, demand=replace(demand, explains=True), policy=policy)
+    plain = placed(*workers, demand=demand._replace(explains=True), policy=policy)
     found = place(demand, short, POLICIES[policy], rows)
-    assert found == (None if plain is None else replace(plain, candidates=()))
+    assert found == (None if plain is None else plain._replace(candidates=()))
     assert found == placed(*workers, demand=demand, policy=policy)
     assert all((getattr(short, name) == getattr(seen, name)).all() for name in IDLE), "and nothing in the columns"
 
 
 @given(workers, st.booleans(), st.integers(1, 2))
 def test_who_has_room_is_as_the_words_say(workers, runs_apart, num_choices):
-    demand = replace(DEMAND, runs_apart=runs_apart, num_choices=num_choices)
+    demand = DEMAND._replace(runs_apart=runs_apart, num_choices=num_choices)
 
     def has_room(w):
         fits = w["active_tokens"] + demand.num_tokens * num_choices <= w["pool_tokens"]

@@ -61,15 +61,14 @@ def test_usable_are_members_that_are_attached_and_neither_draining_nor_aside(fla
     names = ("is_member", "is_attached", "is_draining", "is_aside")
     for row, values in enumerate(flags):
         for name, value in zip(names, values, strict=True):
-            view.bools[name][row] = value
+            view.set(row, **{name: value})
     wanted = [m and a and not d and not s for m, a, d, s in flags]
-    assert view.usable().tolist() == wanted
     assert view.columns(1, np.zeros(view.num_rows, np.int64), 0.0).is_usable.tolist() == wanted
 
 
 def test_a_prefill_worker_is_usable_from_its_first_progress_and_a_decode_worker_once_its_stream_shows_life():
     view = view_of(Role.PREFILL, Role.DECODE)
-    assert view.usable().tolist() == [False, False]
+    assert view.bools["is_usable"][:2].tolist() == [False, False]
     for row in (0, 1):
         view.progressed(row, WorkerProgress(), {}, 1.0)
-    assert view.usable().tolist() == [True, False]
+    assert view.bools["is_usable"][:2].tolist() == [True, False]
