@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.kv.block_id import chain, chain_root
 from kvferry.messages import Role, WorkerDescription, WorkerProgress
 from loadtest.placement_load import PlacementScale, figures_of, measure_placement
 from loadtest.router_figures import RouterFigure
 
 BLOCK_SIZE = 16
+ROOT = chain_root("model", "float16")
 PREFILL_EVERY = 5
 """One worker in so many computes prompts; the others decode."""
 OUTPUT_TOKENS = 128
@@ -55,6 +57,9 @@ class PlacementAdapter:
     def apply_events(self, worker: int, sealed: Sequence[bytes], evicted: Sequence[bytes]) -> None:
         self._index.add(self._rows[worker], sealed)
         self._index.remove(self._rows[worker], evicted)
+
+    def hash(self, tokens: Sequence[int]) -> list[bytes]:
+        return chain(ROOT, tokens, BLOCK_SIZE)
 
     def prepare(self, block_ids: Sequence[bytes]) -> Chain:
         return Chain(block_ids, self._keys_of(block_ids))

@@ -1,7 +1,7 @@
 """Placement and its index under the load of a large deployment: a thousand workers, millions of blocks, long prompts.
 
 The index is told of every eighth point of a chain and of its end. Chains begin with prefixes that many share. Ids are random: what
-hashing a prompt costs is not measured here. Knows of what it drives only the Protocol; is to run in a process of its own, since the
+hashing a prompt costs is measured apart. Knows of what it drives only the Protocol; is to run in a process of its own, since the
 index's size is read off the process's.
 """
 
@@ -25,9 +25,11 @@ from loadtest.router_figures import (
 )
 
 ID_BYTES = 16
-PROMPT_BLOCKS = 8192 // 16
+PROMPT_TOKENS = 8192
+PROMPT_BLOCKS = PROMPT_TOKENS // 16
 NUM_FAMILIES, MAX_FAMILY_BLOCKS = 2000, 128
 NUM_SAMPLES, NUM_PLACED, NUM_WARM = 1000, 2000, 50
+NUM_HASHED, VOCABULARY = 500, 128_000
 MESSAGE_POINTS = 200
 NUM_MESSAGES = 1000
 
@@ -36,6 +38,10 @@ class PlacementUnderTest(Protocol):
     """Workers are numbers from 0."""
 
     def apply_events(self, worker: int, sealed: Sequence[bytes], evicted: Sequence[bytes]) -> None: ...
+
+    def hash(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        """The ids of a prompt's whole blocks."""
+        ...
 
     def prepare(self, block_ids: Sequence[bytes]) -> Any:
         """What is made of a prompt's whole blocks once, where they are hashed: not measured, as hashing is not."""
@@ -61,6 +67,7 @@ class PlacementScale:
 
 @dataclass(frozen=True, slots=True)
 class PlacementMeasurement:
+    hash_s: list[float]
     place_s: list[float]
     note_s: list[float]
     num_entries: int
@@ -115,12 +122,14 @@ def measure_placement(
     gc.freeze()  # as the router's process does
     gc.set_threshold(20_000, 20, 20)
     times = [_place(index, prompt) for prompt in prompts][NUM_WARM:]
+    hash_s = [_hash(index, rng) for _ in range(NUM_HASHED)]
     began = time.process_time()
     for worker, sealed, evicted in messages:
         index.apply_events(worker, sealed, evicted)
     event_s = time.process_time() - began
     num_points = sum(len(sealed) + len(evicted) for _, sealed, evicted in messages)
     return PlacementMeasurement(
+        hash_s,
         [place_s for place_s, _ in times],
         [note_s for _, note_s in times],
         num_entries,
@@ -182,6 +191,14 @@ def _messages(
         last[worker] = sealed
 
 
+def _hash(index: PlacementUnderTest, rng: random.Random) -> float:
+    """Seconds."""
+    tokens = rng.choices(range(VOCABULARY), k=PROMPT_TOKENS)
+    began_s = time.perf_counter()
+    index.hash(tokens)
+    return time.perf_counter() - began_s
+
+
 def _place(index: PlacementUnderTest, prompt: list[bytes]) -> tuple[float, float]:
     """Seconds of placing and of noting it."""
     prepared = index.prepare(prompt)
@@ -194,6 +211,7 @@ def _place(index: PlacementUnderTest, prompt: list[bytes]) -> tuple[float, float
 
 def figures_of(measured: PlacementMeasurement) -> list[RouterFigure]:
     median_us, p99_us = (percentile(measured.place_s, share) * 1e6 for share in (50, 99))
+    hash_median_us, hash_p99_us = (percentile(measured.hash_s, share) * 1e6 for share in (50, 99))
     points_per_s = measured.num_event_points / max(measured.event_s, 1e-9)
     share = EVENTS_PER_S / measured.blocks_per_point / points_per_s
     size = (
@@ -201,6 +219,8 @@ def figures_of(measured: PlacementMeasurement) -> list[RouterFigure]:
     )
     rate = f"{points_per_s:,.0f} points/s a core, {measured.blocks_per_point:.1f} blocks each"
     return [
+        RouterFigure("hash_p50", hash_median_us, "us", note="the block ids of 8,192 tokens, once for each prompt"),
+        RouterFigure("hash_p99", hash_p99_us, "us", note=f"of {len(measured.hash_s):,}"),
         RouterFigure("place_p50", median_us, "us", note="prompts of 8,192 tokens; their hashing apart"),
         RouterFigure("place_p99", p99_us, "us", at_most=MAX_PLACE_US, note=f"of {len(measured.place_s):,}"),
         RouterFigure(

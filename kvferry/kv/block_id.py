@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import TypeVar
 
 BLOCK_ID_BYTES = 16
+TOKEN_BYTES = 4
 ANNOUNCED_EVERY = 8
 """Of a chain's blocks, workers tell routers of every so many, and of the last."""
 
@@ -23,16 +24,13 @@ def chain_root(model_id: str, fidelity: str, salt: bytes = b"") -> bytes:
     return root.digest()
 
 
-def block_id(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The id of the block of `tokens` that follows `parent`."""
-    return blake2b(parent + struct.pack(f"<{len(tokens)}I", *tokens), digest_size=BLOCK_ID_BYTES).digest()
-
-
 def extend_chain(ids: list[bytes], root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     """Appends to `ids` the ids of the whole blocks of `tokens` that it lacks, and returns it."""
     parent = ids[-1] if ids else root
-    for start in range(len(ids) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = block_id(parent, tokens[start : start + block_size])
+    fresh = tokens[len(ids) * block_size : len(tokens) // block_size * block_size]
+    packed, num_bytes = struct.pack(f"<{len(fresh)}I", *fresh), block_size * TOKEN_BYTES
+    for start in range(0, len(packed), num_bytes):
+        parent = blake2b(parent + packed[start : start + num_bytes], digest_size=BLOCK_ID_BYTES).digest()
         ids.append(parent)
     return ids
 

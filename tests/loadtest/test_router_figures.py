@@ -163,12 +163,15 @@ def test_points_are_every_eighth_block_and_the_end():
 class RecordingIndex:
     def __init__(self, num_workers):
         self.held = [set() for _ in range(num_workers)]
-        self.prompts, self.num_unknown = [], 0
+        self.prompts, self.num_hashed, self.num_unknown = [], [], 0
 
     def apply_events(self, worker, sealed, evicted):
         self.num_unknown += len(set(evicted) - self.held[worker])
         self.held[worker] |= set(sealed)
         self.held[worker] -= set(evicted)
+
+    def hash(self, tokens):
+        self.num_hashed.append(len(tokens))
 
     def prepare(self, block_ids):
         return block_ids
@@ -200,11 +203,14 @@ def test_the_load_fills_places_and_evicts_what_was_sealed(monkeypatch):
     assert min(depths) == 0  # some know nobody
     assert sum(depth > placement_load.MAX_FAMILY_BLOCKS for depth in depths) > 20  # some go on deep in a chain
     assert len(measured.place_s) == 100
+    assert len(measured.hash_s) == len(index.num_hashed)
+    assert set(index.num_hashed) == {placement_load.PROMPT_TOKENS}
 
 
 def test_placement_figures_stand_beside_their_targets():
-    measured = PlacementMeasurement([1e-4] * 100, [1e-5] * 100, 1000, 8000, 200_000, 0.1, 100_000, 8.0)
+    measured = PlacementMeasurement([1e-3] * 100, [1e-4] * 100, [1e-5] * 100, 1000, 8000, 200_000, 0.1, 100_000, 8.0)
     figures = by_name(placement_load.figures_of(measured))
+    assert figures["hash_p99"].value == pytest.approx(1000)
     assert figures["place_p99"].value == pytest.approx(100)
     assert figures["note_p99"].value == pytest.approx(10)
     assert figures["entry_bytes"].holds is False
