@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvferry.kv.block_id import chain, chain_root
@@ -25,14 +24,6 @@ PREFILL_EVERY = 5
 OUTPUT_TOKENS = 128
 MEASURED = WorkerProgress(step_s={1: 0.010, 64: 0.030}, tokens_per_s={512: 8000.0, 8192: 12000.0})
 """What every worker has told of itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """A prompt's, as a live request keeps it."""
-
-    block_ids: Sequence[bytes]
-    keys: Sequence[int]
 
 
 class PlacementAdapter:
@@ -55,18 +46,18 @@ class PlacementAdapter:
         return row
 
     def apply_events(self, worker: int, sealed: Sequence[bytes], evicted: Sequence[bytes]) -> None:
-        self._index.add(self._rows[worker], sealed)
-        self._index.remove(self._rows[worker], evicted)
+        self._index.add(self._rows[worker], self._keys_of(sealed))
+        self._index.remove(self._rows[worker], self._keys_of(evicted))
 
     def hash(self, tokens: Sequence[int]) -> list[bytes]:
         return chain(ROOT, tokens, BLOCK_SIZE)
 
-    def prepare(self, block_ids: Sequence[bytes]) -> Chain:
-        return Chain(block_ids, self._keys_of(block_ids))
+    def prepare(self, block_ids: Sequence[bytes]) -> list[int]:
+        return self._keys_of(block_ids)
 
-    def place(self, prepared: Chain) -> Any:
-        now, tokens = time.monotonic(), len(prepared.keys) * BLOCK_SIZE
-        keys = prepared.keys[:-1]
+    def place(self, prepared: list[int]) -> Any:
+        now, tokens = time.monotonic(), len(prepared) * BLOCK_SIZE
+        keys = prepared[:-1]
         held = [*self._index.held(keys), *self._expected.held(keys, now)]
         column = self._as_column(held, self._view.num_rows)
         demand = self._module.Demand(
@@ -74,7 +65,7 @@ class PlacementAdapter:
             num_tokens=tokens,
             num_choices=1,
             num_kv_tokens=tokens + OUTPUT_TOKENS,
-            num_blocks_before_tail=len(prepared.keys) - 1,
+            num_blocks_before_tail=len(keys),
             block_size=BLOCK_SIZE,
             output_tokens=OUTPUT_TOKENS,
             local_tokens=BLOCK_SIZE,
@@ -82,11 +73,11 @@ class PlacementAdapter:
         columns = self._view.columns(tokens, column, now)
         return self._module.place(demand, columns, self._module.POLICIES["cost"])
 
-    def note(self, prepared: Chain, placement: Any) -> None:
+    def note(self, prepared: list[int], placement: Any) -> None:
         self._num_placed += 1
         for row in (placement.decode_row, *placement.source_rows[:1]):
             self._view.set(row, num_placed=self._view.ints["num_placed"][row] + 1)
-            self._expected.add(row, prepared.block_ids, time.monotonic())
+            self._expected.add(row, prepared[:-1], time.monotonic())
 
 
 def _description(number: int) -> WorkerDescription:

@@ -19,14 +19,14 @@ class ExpectedBlocks:
         self._young, self._old = PrefixIndex(), PrefixIndex()
         self._turned_at = 0.0
 
-    def add(self, row: int, block_ids: Sequence[bytes], now: float) -> None:
+    def add(self, row: int, keys: Sequence[int], now: float) -> None:
         self._turn(now)
-        self._young.add(row, announced(block_ids))
+        self._young.add(row, announced(keys))
 
-    def remove(self, row: int, block_ids: Sequence[bytes]) -> None:
+    def remove(self, row: int, keys: Sequence[int]) -> None:
         """It had them, and has them no longer."""
         for index in (self._young, self._old):
-            index.remove(row, block_ids)
+            index.remove(row, keys)
 
     def forget(self, row: int) -> None:
         """Its worker has left; the row may be another's next."""

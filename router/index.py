@@ -44,20 +44,18 @@ class PrefixIndex:
     def __len__(self) -> int:
         return sum(len(shard) for shard in self._shards)
 
-    def add(self, row: int, block_ids: Iterable[bytes]) -> None:
-        shards, shared, bit, from_bytes = self._shards, self._sets, 1 << row, int.from_bytes
+    def add(self, row: int, keys: Iterable[int]) -> None:
+        shards, shared, bit = self._shards, self._sets, 1 << row
         if len(shared) > MAX_SHARED_SETS:
             shared.clear()  # costs only that some sets are kept twice
-        for block_id in block_ids:
-            key = from_bytes(block_id[:KEY_BYTES], "little")
+        for key in keys:
             shard = shards[key & SHARD_MASK]
             holders = shard.get(key, 0) | bit
             shard[key] = shared.setdefault(holders, holders)
 
-    def remove(self, row: int, block_ids: Iterable[bytes]) -> None:
+    def remove(self, row: int, keys: Iterable[int]) -> None:
         shards, shared, bit = self._shards, self._sets, 1 << row
-        for block_id in block_ids:
-            key = int.from_bytes(block_id[:KEY_BYTES], "little")
+        for key in keys:
             shard = shards[key & SHARD_MASK]
             holders = shard.get(key, 0)
             if holders & bit:

@@ -27,7 +27,7 @@ from kvferry.racing import until_first
 from kvferry.streams import Stream, StreamEnded
 from kvferry.text.model_text import TextSizes
 from router.expected import ExpectedBlocks
-from router.index import Held, PrefixIndex
+from router.index import Held, PrefixIndex, keys_of
 from router.outliers import Outliers
 from router.view import WorkerView, sane
 
@@ -321,9 +321,10 @@ class Members:
             member.next_event = None
             return False
         member.next_event = progress.first_event + num_events
-        self._index.add(member.row, progress.sealed_block_ids)
-        self._index.remove(member.row, progress.evicted_block_ids)
-        self.expected.remove(member.row, progress.evicted_block_ids)
+        evicted = keys_of(progress.evicted_block_ids)
+        self._index.add(member.row, keys_of(progress.sealed_block_ids))
+        self._index.remove(member.row, evicted)
+        self.expected.remove(member.row, evicted)
         self.counters["block_events"] += num_events
         return True
 

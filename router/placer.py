@@ -104,11 +104,11 @@ class Placer:
         if description is None or root is None:
             return
         num_blocks = num_whole_blocks_before_tail(len(live.request.prompt_tokens), description.block_size)
-        block_ids = live.block_ids(root, description.block_size)[:num_blocks]
-        if block_ids:
+        keys = live.block_keys(root, description.block_size)[:num_blocks]
+        if keys:
             rows = [placement.decode_row, *([] if placement.is_local else placement.source_rows[:1])]
             for row in rows:
-                self._members.expected.add(row, block_ids, now)
+                self._members.expected.add(row, keys, now)
 
     def _demand(self, live: Live, now: float, block_size: int) -> Demand:
         request, num_tokens = live.request, live.longest_tokens

@@ -184,5 +184,5 @@ class Replay:
         gone: list[int] = []
         while len(cache.keys) > cache.max_blocks:
             gone.append(cache.keys.popitem(last=False)[0])
-        self._index.add(row, (key.to_bytes(16, "little") for key in announced(keys)))
-        self._index.remove(row, (key.to_bytes(16, "little") for key in gone))
+        self._index.add(row, announced(keys))
+        self._index.remove(row, gone)

@@ -32,7 +32,7 @@ def held(index, ids):
 def test_each_worker_holds_as_much_as_it_told(lengths, asked, stride):
     index, ids = PrefixIndex(), ids_of(40)
     for number, length in enumerate(lengths):
-        index.add(number * stride, announced(ids[:length]))
+        index.add(number * stride, keys_of(announced(ids[:length])))
     wanted = {}
     for number, length in enumerate(lengths):
         is_whole = asked >= length
@@ -49,7 +49,7 @@ def test_of_long_chains_the_longest_are_known_to_the_block_and_the_others_to_the
     """Each worker is found, never with more than it has; of the few that have most, and of all alike, with all that is asked for."""
     index, ids = PrefixIndex(), LONG
     for row, length in enumerate(lengths):
-        index.add(row, announced(ids[:length]))
+        index.add(row, keys_of(announced(ids[:length])))
     points = {row: min(length, asked) // ANNOUNCED_EVERY for row, length in enumerate(lengths)}
     longest = sorted({*points.values(), 0}, reverse=True)[:MAX_LOOKED_FOR_ENDS]
     wanted = {}
@@ -64,8 +64,8 @@ def test_of_long_chains_the_longest_are_known_to_the_block_and_the_others_to_the
 def test_few_lookups_find_who_holds_a_long_chain():
     """Each is a read of memory that is nowhere near: what placing a long prompt costs is their number."""
     index, ids = PrefixIndex(), LONG
-    index.add(1, announced(ids))
-    index.add(2, announced(ids[:100]))
+    index.add(1, keys_of(announced(ids)))
+    index.add(2, keys_of(announced(ids[:100])))
     asked: list[int] = []
 
     class Counting(dict[int, int]):
@@ -83,23 +83,23 @@ def test_few_lookups_find_who_holds_a_long_chain():
 
 def test_what_is_evicted_is_not_held():
     index, ids = PrefixIndex(), ids_of(24)
-    index.add(3, announced(ids))
-    index.remove(3, [ids[23]])
+    index.add(3, keys_of(announced(ids)))
+    index.remove(3, keys_of([ids[23]]))
     assert held(index, ids) == {3: 16}
-    index.remove(3, [ids[7]])
+    index.remove(3, keys_of([ids[7]]))
     assert held(index, ids) == {}, "without its beginning nothing is of use"
 
 
 def test_another_chain_is_another_entry():
     index = PrefixIndex()
-    index.add(1, announced(ids_of(16)))
+    index.add(1, keys_of(announced(ids_of(16))))
     assert held(index, ids_of(16, seed=2)) == {}
 
 
 def test_a_worker_that_has_left_holds_nothing_at_once_and_its_row_is_free_once_it_is_swept():
     index, ids = PrefixIndex(), ids_of(16)
     for row in (1, 2):
-        index.add(row, announced(ids))
+        index.add(row, keys_of(announced(ids)))
     index.retire(1)
     assert held(index, ids) == {2: 16}
     freed = [index.sweep() for _ in range(NUM_SHARDS)]
@@ -107,7 +107,7 @@ def test_a_worker_that_has_left_holds_nothing_at_once_and_its_row_is_free_once_i
     assert set(freed[:-1]) == {None}
     assert not index.is_sweeping
     assert index.sweep() is None
-    index.add(1, announced(ids[:8]))
+    index.add(1, keys_of(announced(ids[:8])))
     assert held(index, ids) == {1: 8, 2: 16}
     index.retire(2)
     index.retire(1)
@@ -118,7 +118,7 @@ def test_a_worker_that_has_left_holds_nothing_at_once_and_its_row_is_free_once_i
 
 def test_a_worker_that_begins_anew_has_what_it_tells_then():
     index, ids = PrefixIndex(), ids_of(16)
-    index.add(1, announced(ids))
+    index.add(1, keys_of(announced(ids)))
     index.remove_all(1)
     assert held(index, ids) == {}
     assert len(index) == 0
