@@ -9,6 +9,7 @@ interest.
 """
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -102,9 +103,9 @@ def drawn_token(context: bytes, vocabulary_size: int, draw: Draw) -> int:
     token = xxhash.xxh3_64_intdigest(context, seed) % vocabulary_size
     if not (sampling.temperature or sampling.has_penalties):
         return token
-    seen = (draw.prompt_tokens, draw.answer_tokens) if sampling.has_penalties else ()
-    place = f"{draw.choice} {draw.index}" if sampling.temperature else ""
-    return xxhash.xxh3_64_intdigest(f"{token} {place} {seen}".encode(), seed) % vocabulary_size
+    place = (draw.choice, draw.index) if sampling.temperature else ()
+    seen = (-1, *draw.prompt_tokens, -1, *draw.answer_tokens) if sampling.has_penalties else ()
+    return xxhash.xxh3_64_intdigest(array("q", (token, *place, *seen)).tobytes(), seed) % vocabulary_size
 
 
 def fake_answer(
