@@ -19,10 +19,10 @@ import kvferry
 from deploy.cluster.kinship import has_program_name
 from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
 from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
-from deploy.cluster.places import Places, find_places
-from deploy.cluster.plan import ClusterPlan, PoolPlan, difference, plan_of
-from deploy.cluster.room import Bundle, why_not
-from deploy.cluster.seat import Asked, Placing, Seat, Surroundings, end_stranger
+from deploy.cluster.plan import ClusterPlan, difference, plan_of
+from deploy.cluster.reservations import Reservation, Reservations
+from deploy.cluster.room import Bundle
+from deploy.cluster.seat import Asked, Seat, Surroundings, end_stranger
 from deploy.cluster.wanted import KEY, Wanted, first_wanted, wanted_of
 from kvferry import process
 from kvferry.bell import Bell
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "controller"
 STATUS_S = 5.0
+SEEK_S = 2.0
+"""Room is sought so often, for all seats that have none."""
 
 
 class Controller:
@@ -41,8 +43,8 @@ class Controller:
         self._wanted: Wanted | None = None
         self._seats: dict[str, Seat] = {}
         self._starting: list[Seat] = []
-        self._places = dict[str, str]()
-        """Nodes that were found for seats, by name."""
+        self._reservations = Reservations(namespace)
+        self._seeking, self._sought_at, self._lacking = asyncio.Lock(), -SEEK_S, ""
         self._version, self._bell, self._seats_bell, self._unkept = 1, Bell(), Bell(), Bell()
         self._changing = asyncio.Lock()
         self._adopted, self._memory = asyncio.Event(), MemoryInUse()
@@ -51,6 +53,7 @@ class Controller:
     async def _serve(self) -> None:
         """Every seat has a task here."""
         stored = await asyncio.to_thread(_internal_kv_get, KEY, namespace=self._namespace.encode())
+        await self._reservations.adopt()
         if stored is not None:
             self._wanted = wanted_of(stored)
             logger.info("adopting %s", ", ".join([*self._wanted.routers, *self._wanted.workers]))
@@ -67,6 +70,8 @@ class Controller:
 
     async def _occupy(self, seat: Seat) -> None:
         await seat.run()
+        if seat.name not in self._roles:
+            await self._reservations.give_up([seat.name])
         if self._seats.get(seat.name) is seat:
             del self._seats[seat.name]
         self._fill_seats()  # of that name another one may be wanted by now
@@ -81,12 +86,14 @@ class Controller:
                     await self._keep(self._wanted)
 
     async def _end_strangers(self) -> None:
-        """Programs that were leaving when the last controller was lost."""
+        """Programs that were leaving when the last controller was lost, and what room they have."""
         named: Any = await asyncio.to_thread(ray.util.list_named_actors, True)
         for one in named:
             name = one["name"]
             if one["namespace"] == self._namespace and has_program_name(name) and name not in self._seats:
                 await end_stranger(name, self._namespace)
+        async with self._changing:
+            await self._reservations.give_up(self._reservations.names - self._seats.keys())
 
     # --------------------------------------------------------------------------------------------------- what is asked
 
@@ -99,9 +106,9 @@ class Controller:
         """Brings the cluster to this plan, and what runs there to its counts."""
         wanted = plan_of(plan)
         async with self._change():
-            nodes = await asyncio.to_thread(cluster_nodes)
             if self._wanted is None:
-                await self._want(first_wanted(wanted, _is_loopback(wanted, nodes)), nodes)
+                nodes = await asyncio.to_thread(cluster_nodes)
+                await self._want(first_wanted(wanted, _is_loopback(wanted, nodes)))
                 return
             different = difference(self._wanted.plan, wanted)
             if different:
@@ -109,7 +116,7 @@ class Controller:
                     f"a deployment with other settings runs in namespace {self._namespace}: {different}. "
                     "`kvferry down` ends it; `kvferry scale` changes its counts"
                 )
-            await self._want(self._scaled(wanted.prefill.count, wanted.decode.count), nodes)
+            await self._want(self._scaled(wanted.prefill.count, wanted.decode.count))
 
     async def scale(self, num_prefill: int | None, num_decode: int | None) -> None:
         async with self._change():
@@ -190,6 +197,11 @@ class Controller:
             raise ConfigurationError("no deployment runs here: start one with `kvferry up --on ray`")
         return self._wanted
 
+    @property
+    def _roles(self) -> dict[str, str]:
+        """Of all that is wanted, by name."""
+        return self._wanted.roles if self._wanted else {}
+
     def _check_worker(self, name: str) -> None:
         if name not in self._running.workers:
             raise ConfigurationError(f"no worker {name!r}; there are {', '.join(self._running.workers)}")
@@ -197,13 +209,13 @@ class Controller:
     def _scaled(self, num_prefill: int, num_decode: int) -> Wanted:
         return self._running.scaled("prefill", num_prefill).scaled("decode", num_decode)
 
-    async def _want(self, wanted: Wanted, nodes: list[ClusterNode] | None = None) -> None:
-        """Raises ConfigurationError if the cluster has not the room; then nothing has changed."""
-        places = await self._find_places(wanted, nodes or await asyncio.to_thread(cluster_nodes))
-        if places.lacking:
-            raise ConfigurationError(places.lacking)
+    async def _want(self, wanted: Wanted) -> None:
+        """Raises ConfigurationError if the cluster has not the room; then nothing has changed. To want less is always granted."""
+        if wanted.roles.keys() - self._roles.keys():
+            lacking = await self._reservations.reserve(_bundles(wanted))
+            if lacking:
+                raise ConfigurationError(lacking)
         await self._keep(wanted)
-        self._places = places.node_ids
         self._fill_seats()
 
     async def _keep(self, wanted: Wanted) -> None:
@@ -212,7 +224,7 @@ class Controller:
 
     def _fill_seats(self) -> None:
         """A seat for every name, none for any other."""
-        roles = {**dict.fromkeys(self._wanted.routers, "router"), **self._wanted.workers} if self._wanted else {}
+        roles = self._roles
         for name, seat in self._seats.items():
             if name not in roles:
                 seat.leave()
@@ -227,9 +239,7 @@ class Controller:
         self._changed()
 
     def _surroundings(self, wanted: Wanted) -> Surroundings:
-        return Surroundings(
-            self._namespace, wanted.secret, self._place, self._ask, self._seat_changed, self._why_no_room
-        )
+        return Surroundings(self._namespace, wanted.secret, self._room, self._has_room, self._ask, self._seat_changed)
 
     def _changed(self) -> None:
         self._version += 1
@@ -255,33 +265,24 @@ class Controller:
                 other.change(other.role)  # workers join the routers where they are now
             self._unkept.ring()
 
-    async def _place(self, seat: Seat) -> Placing:
-        """Where it was found to fit beside all others. A router stays on its node as long as that is there."""
-        wanted = self._running
-        pool = wanted.plan.pool(seat.role)
-        nodes = await asyncio.to_thread(cluster_nodes)
-        rooms = [node.node_id for node in nodes if _has_room(seat, pool, node)]
-        if self._places.get(seat.name) not in rooms:
-            self._places[seat.name] = (await self._find_places(wanted, nodes)).node_ids.get(seat.name, "")
-        found = self._places[seat.name]
-        if seat.role == "router" and not wanted.is_loopback:
-            return Placing(pool.bundle, pool.labels, self._router_node(seat, wanted, nodes, found))
-        return Placing(pool.bundle, pool.labels, found if found in rooms else "")  # what leaves has not left yet
+    async def _room(self, seat: Seat) -> Reservation | None:
+        """Sought again and again: nodes come, and what leaves has left in the end."""
+        now = asyncio.get_running_loop().time
+        while not seat.is_leaving:
+            reservation = await self._reservations.standing(seat.name)
+            if reservation is not None:
+                return reservation
+            async with self._seeking:
+                if now() >= self._sought_at + SEEK_S:
+                    self._lacking = await self._reservations.reserve_some(_bundles(self._running))
+                    self._sought_at = now()
+            if seat.name not in self._reservations.names:
+                seat.lacks_room(self._lacking or "its room is that of a program that has not left yet")
+                await self._bell.wait(self._sought_at + SEEK_S - now())
+        return None
 
-    def _router_node(self, seat: Seat, wanted: Wanted, nodes: list[ClusterNode], found: str) -> str:
-        """The one it was on; else the one found for it, else another without a router. Raises ConfigurationError."""
-        before = wanted.routers[seat.name].rpartition(":")[0]
-        others = {address.rpartition(":")[0] for name, address in wanted.routers.items() if name != seat.name}
-        others |= {
-            other.status.node.get("address", "")
-            for other in self._seats.values()
-            if other is not seat and other.role == "router"
-        }
-        pool = wanted.plan.router
-        for node in sorted(nodes, key=lambda node: (node.address != before, node.node_id != found)):
-            if node.address not in others and _has_room(seat, pool, node):
-                return node.node_id
-        raise ConfigurationError(f"{seat.name}: no node with room for it that has no router yet: lower router.count")
+    async def _has_room(self, seat: Seat) -> bool:
+        return await self._reservations.standing(seat.name) is not None
 
     def _ask(self, seat: Seat) -> Asked | None:
         """A worker begins when it is known where a router is; it need not be there yet."""
@@ -296,37 +297,20 @@ class Controller:
             return None
         return Asked(seat.role, [*wanted.plan.flags(seat.role), *own, *routers])
 
-    async def _why_no_room(self, seat: Seat) -> str:
-        wanted = self._wanted
-        if wanted is None:
-            return ""
-        return (await self._find_places(wanted, await asyncio.to_thread(cluster_nodes))).lacking
 
-    async def _find_places(self, wanted: Wanted, nodes: list[ClusterNode]) -> Places:
-        """For all that have none."""
-        ours: dict[str, dict[str, float]] = {}
-        places: dict[str, str] = {}
-        for seat in self._seats.values():
-            node_id = seat.status.node.get("node_id", "")
-            if not node_id or self._wanted is None:
-                continue
-            places[seat.name] = node_id
-            mine = ours.setdefault(node_id, {})
-            for key, amount in self._wanted.plan.pool(seat.role).bundle.items():
-                mine[key] = mine.get(key, 0) + amount
-        roles = {**dict.fromkeys(wanted.routers, "router"), **wanted.workers}
-        bundles = [
-            Bundle(name, wanted.plan.pool(role).bundle, wanted.plan.pool(role).labels, places.get(name, ""))
-            for name, role in roles.items()
-        ]
-        room = [node.room(ours.get(node.node_id, {})) for node in nodes]
-        return await asyncio.to_thread(find_places, bundles, room)
-
-
-def _has_room(seat: Seat, pool: PoolPlan, node: ClusterNode) -> bool:
-    """Beside all that runs there."""
-    room = node.room({})
-    return not why_not(Bundle(seat.name, pool.bundle, pool.labels), room, room.free)
+def _bundles(wanted: Wanted) -> list[Bundle]:
+    """What each program needs, those first without which nothing is answered. Beyond one machine, routers have the same ports."""
+    roles = sorted(wanted.roles.items(), key=lambda one: ("router", "decode", "prefill").index(one[1]))
+    return [
+        Bundle(
+            name,
+            wanted.plan.pool(role).bundle,
+            wanted.plan.pool(role).labels,
+            is_apart=role == "router" and not wanted.is_loopback,
+            near=wanted.routers.get(name, "").rpartition(":")[0],
+        )
+        for name, role in roles
+    ]
 
 
 def _is_loopback(plan: ClusterPlan, nodes: list[ClusterNode]) -> bool:

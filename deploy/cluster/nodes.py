@@ -25,7 +25,7 @@ class ClusterNode:
     def room(self, ours: dict[str, float]) -> NodeRoom:
         """`ours`: what this deployment has of it already."""
         free = {key: self.free.get(key, 0) + ours.get(key, 0) for key in {*self.free, *ours}}
-        return NodeRoom(self.node_id, self.name, self.labels, free)
+        return NodeRoom(self.node_id, self.name, self.labels, free, self.address)
 
 
 def cluster_nodes() -> list[ClusterNode]:

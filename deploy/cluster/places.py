@@ -45,6 +45,8 @@ class _Floor:
         self.nodes = nodes
         self.left = {node.node_id: {name: node.free.get(name, 0) for name in names} for node in nodes}
         self.put_down: list[tuple[Bundle, str]] = []
+        self._addresses = {node.node_id: node.address or node.node_id for node in nodes}
+        self._num_apart = dict.fromkeys(self._addresses.values(), 0)
         self._counts = dict.fromkeys(self.left, 0)
         self._kinds = {node.node_id: tuple(str(node.labels.get(name)) for name in labels) for node in nodes}
         self._most = {name: max((node.free.get(name, 0) for node in nodes), default=0) for name in names}
@@ -60,10 +62,13 @@ class _Floor:
     def _take(self, node_id: str, bundle: Bundle, times: int) -> None:
         left = self.left[node_id]
         self._counts[node_id] += times
+        self._num_apart[self._addresses[node_id]] += times * bundle.is_apart
         for name, amount in bundle.resources.items():
             left[name] = round(left[name] - times * amount, 4)  # Ray counts in ten-thousandths
 
     def why_not(self, bundle: Bundle, node: NodeRoom) -> str:
+        if bundle.is_apart and self._num_apart[self._addresses[node.node_id]]:
+            return "has another one, with which it cannot share an address"
         return why_not(bundle, node, self.left[node.node_id])
 
     def fitting(self, bundle: Bundle) -> list[NodeRoom]:
@@ -86,7 +91,12 @@ class _Floor:
 
     def state(self) -> tuple[object, ...]:
         """Equal ones differ at most in which of two equal nodes is which."""
-        return tuple(sorted((self._kinds[name], tuple(sorted(left.items()))) for name, left in self.left.items()))
+        return tuple(
+            sorted(
+                (self._kinds[name], self._num_apart[self._addresses[name]], tuple(sorted(left.items())))
+                for name, left in self.left.items()
+            )
+        )
 
 
 class _Search:
@@ -130,7 +140,7 @@ class _Search:
         fitting = self._floor.fitting(bundle)
         if not fitting and number > self.furthest:
             self.furthest, self.lacking = number, self._words(bundle)
-        return iter(sorted(fitting, key=self._order))
+        return iter(sorted(fitting, key=lambda node: (node.address != bundle.near, *self._order(node))))
 
     def _words(self, bundle: Bundle) -> str:
         reasons = "; ".join(f"{node.name} {self._floor.why_not(bundle, node)}" for node in self._floor.nodes)

@@ -11,6 +11,7 @@ class NodeRoom:
     labels: dict[str, str]
     free: dict[str, float]
     """What this deployment may have of it: nobody else does."""
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,10 @@ class Bundle:
     labels: dict[str, str]
     node_id: str = ""
     """Where it is already."""
+    is_apart: bool = False
+    """It shares its node's address with no other such."""
+    near: str = ""
+    """The address where it is best, if it may be there."""
 
 
 def why_not(bundle: Bundle, node: NodeRoom, free: Mapping[str, float]) -> str:

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import ActorUnavailableError, RayError
 
 import kvferry
 from deploy.cluster.kinship import check_is_of, is_of
 from deploy.cluster.program import ProgramActor
+from deploy.cluster.reservations import Reservation
 from deploy.local import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S
 from kvferry.bell import Bell
 from kvferry.errors import ConfigurationError
@@ -26,29 +26,12 @@ from kvferry.racing import until_first
 logger = logging.getLogger(__name__)
 
 PLACING_S = 2.0
-"""An actor that is not there by then probably waits for room."""
+"""An actor that is not there by then may wait on a node that was lost."""
 UNREACHABLE_PAUSE_S = 1.0
 STOP_TIMEOUT_S = 3.0
 """For a program to tell its clients that it ends."""
 DEAD_WORDS = 300
 """Of what Ray says of an actor that never began."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placing:
-    """What of a node the actor needs."""
-
-    resources: dict[str, float]
-    labels: dict[str, str]
-    node_id: str = ""
-    """That node and no other; empty: any with those labels, as soon as it has room."""
-
-    @property
-    def strategy(self) -> Any:
-        """Ray's. A node that has the room no more fails the actor, so that another is looked for."""
-        if not self.node_id:
-            return "SPREAD"
-        return NodeAffinitySchedulingStrategy(self.node_id, soft=False, _fail_on_unavailable=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +72,13 @@ class Surroundings:
 
     namespace: str
     secret: str
-    place: Callable[["Seat"], Awaitable[Placing]]
-    """Raises ConfigurationError."""
+    room: Callable[["Seat"], Awaitable[Reservation | None]]
+    """Once it has some; None: it leaves."""
+    has_room: Callable[["Seat"], Awaitable[bool]]
+    """Still."""
     ask: Callable[["Seat"], Asked | None]
     """What shall run there now, on the node that it has got; None: not known yet, `change` follows."""
     on_change: Callable[["Seat"], None]
-    why_no_room: Callable[["Seat"], Awaitable[str]]
 
 
 class Seat:
@@ -110,6 +94,10 @@ class Seat:
         """What it shall run has changed."""
         self.role = self.status.role = role
         self._bell.ring()
+
+    def lacks_room(self, why: str) -> None:
+        if self.status.reason != why:
+            self._say("placing", why)
 
     def leave(self, is_hurried: bool = False) -> None:
         self.is_leaving, self._is_hurried = True, self._is_hurried or is_hurried
@@ -150,8 +138,6 @@ class Seat:
         except _Ended as ended:
             self.status.has_failed = not ended.has_run
             return ended.how
-        except ActorUnschedulableError:
-            return "its node had no room for it any more"
         except RayError as error:
             words = "" if self.status.details else f": {' '.join(str(error).split())[:DEAD_WORDS]}"
             self.status.has_failed = bool(words) and self.status.num_starts == 1
@@ -168,20 +154,19 @@ class Seat:
             await self._bell.wait()
 
     async def _begin_and_follow(self) -> None:
-        placing = await self._around.place(self)
-        if self.is_leaving:
+        room = await self._around.room(self)
+        if room is None or self.is_leaving:
             return
-        self._actor = await asyncio.to_thread(self._find_or_create, placing)
+        self._say("placing")
+        self._actor = await asyncio.to_thread(self._find_or_create, room)
         self.status.node = node = await self._until_placed(self._actor.where.remote())
         if node and node["version"] != kvferry.__version__:
             raise _Ended(f"node {self.node_words} has kvferry {node['version']}, not {kvferry.__version__}", False)
         await until_first(self._follow(), self._give_orders())
 
-    def _find_or_create(self, placing: Placing) -> Any:
-        resources = dict(placing.resources)
-        options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0)}
-        if not placing.node_id:
-            options["label_selector"] = placing.labels or None
+    def _find_or_create(self, room: Reservation) -> Any:
+        resources = dict(room.resources)
+        named = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
         actor: Any = (
             ray.remote(ProgramActor)
             .options(
@@ -190,9 +175,9 @@ class Seat:
                 lifetime="detached",
                 get_if_exists=True,
                 max_restarts=0,
-                resources=resources or None,
-                scheduling_strategy=placing.strategy,
-                **options,
+                scheduling_strategy=room.strategy,
+                **{option: resources.pop(name, 0) for option, name in named.items()},
+                resources=resources,
             )
             .remote(self.name, self._around.secret)
         )
@@ -206,8 +191,8 @@ class Seat:
                 await asyncio.wait((placed,), timeout=PLACING_S)
                 if self.is_leaving and not placed.done():
                     raise _Ended("it left before it had a place", True)
-                if not placed.done():
-                    self._say("placing", await self._around.why_no_room(self))
+                if not placed.done() and not await self._around.has_room(self):
+                    raise _Ended("its node was lost", True)
             return placed.result()
         finally:
             placed.cancel()

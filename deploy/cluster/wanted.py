@@ -27,6 +27,11 @@ class Wanted:
     ports: dict[str, list[int]]
     """HTTP, gRPC and registry of each router, once it has them: it must be found where it was."""
 
+    @property
+    def roles(self) -> dict[str, str]:
+        """Of every program, by name."""
+        return {**dict.fromkeys(self.routers, "router"), **self.workers}
+
     def count(self, role: str) -> int:
         return sum(one == role for one in self.workers.values())
 

@@ -89,6 +89,22 @@ def test_those_that_have_a_place_are_not_moved():
     assert found.node_ids == {"new": "b"}
 
 
+def test_those_that_must_be_apart_share_no_address_though_they_share_a_machine():
+    nodes = [NodeRoom(name, name, {}, {"CPU": 4}, address) for name, address in (("a", "1"), ("b", "1"), ("c", "2"))]
+    routers = [Bundle(f"router-{k}", {"CPU": 1}, {}, is_apart=True) for k in range(3)]
+    found = find_places([*routers[:2], worker("w", 4)], nodes).node_ids
+    assert {found["router-0"], found["router-1"]} in ({"a", "c"}, {"b", "c"})
+    assert "a has another one, with which it cannot share an address; b has" in shortage(routers, nodes)
+    there = Bundle("router-9", {"CPU": 1}, {}, node_id="c", is_apart=True)
+    assert find_places([there, routers[0]], nodes).node_ids["router-0"] in ("a", "b")
+
+
+def test_one_that_was_somewhere_is_there_again_if_it_can_be():
+    nodes = [NodeRoom(name, name, {}, {"CPU": cpus}, name) for name, cpus in (("a", 8), ("b", 2), ("c", 8))]
+    for cpus, place in ((2, "b"), (3, "a")):
+        assert find_places([Bundle("router-1", {"CPU": cpus}, {}, near="b")], nodes).node_ids == {"router-1": place}
+
+
 def test_a_hundred_nodes_and_three_hundred_workers_take_no_searching(monkeypatch):
     monkeypatch.setattr(places, "MAX_STEPS", 0)
     bundles = [worker(f"prefill-{k}", 3, kind="x") for k in range(100)] + [worker(f"decode-{k}", 2) for k in range(200)]
@@ -111,7 +127,7 @@ some_nodes = st.lists(
 some_bundles = st.lists(
     st.tuples(
         st.fixed_dictionaries({"CPU": st.integers(1, 6)}, optional={"GPU": st.integers(1, 2)}),
-        st.sampled_from([{}, {}, {"x": "p"}, {"x": "!q"}]), st.sampled_from(["", "", "", "n0", "gone"]),
+        st.sampled_from([{}, {}, {"x": "p"}, {"x": "!q"}]), st.sampled_from(["", "", "", "n0", "gone"]), st.booleans(),
     ), max_size=6,
 )  # fmt: skip
 
@@ -134,15 +150,17 @@ def test_places_are_found_exactly_when_there_are_any(room, asked):
 def holds(settled, way, nodes):
     """All of them at once; what is settled is there, whether it fits or not."""
     left = {one.node_id: dict(one.free) for one in nodes}
+    num_apart = dict.fromkeys(left, 0)
 
     def take(bundle, node):
+        num_apart[node.node_id] += bundle.is_apart
         for name, amount in bundle.resources.items():
             left[node.node_id][name] = left[node.node_id].get(name, 0) - amount
 
     for bundle, there in settled:
         take(bundle, there)
     for bundle, there in way:
-        if why_not(bundle, there, left[there.node_id]):
+        if why_not(bundle, there, left[there.node_id]) or (bundle.is_apart and num_apart[there.node_id]):
             return False
         take(bundle, there)
     return True

@@ -5,11 +5,12 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorUnschedulableError, RayActorError
+from ray.exceptions import RayActorError
 
 import kvferry
 from deploy.cluster import seat as seats
-from deploy.cluster.seat import Asked, Placing, Seat, Surroundings
+from deploy.cluster.reservations import Reservation
+from deploy.cluster.seat import PLACING_S, Asked, Seat, Surroundings
 from loadtest.virtual_time import run_virtual
 
 READY = {
@@ -28,8 +29,8 @@ READY = {
 class FakeActor:
     """Is ready at once, and lost after `life_s`."""
 
-    def __init__(self, life_s, version=kvferry.__version__, error=None):
-        self._ends_s, self._version, self._error = asyncio.get_running_loop().time() + life_s, version, error
+    def __init__(self, life_s, version=kvferry.__version__, is_placed=True):
+        self._ends_s, self._version, self._is_placed = asyncio.get_running_loop().time() + life_s, version, is_placed
 
     def __getattr__(self, method):
         return SimpleNamespace(
@@ -38,9 +39,9 @@ class FakeActor:
 
     def _answer(self, method, arguments):
         coming = Future()
-        if method == "where" and self._error is not None:
-            coming.set_exception(self._error)
-        elif method == "where":
+        if method == "where" and not self._is_placed:
+            return coming
+        if method == "where":
             coming.set_result({"version": self._version, "address": "10.0.0.7", "host": "seven", "node_id": "07"})
         elif method == "report" and arguments == (0,):
             coming.set_result(READY)
@@ -59,18 +60,18 @@ def given(monkeypatch):
     async def inline(function, *arguments):
         return function(*arguments)
 
-    def begin(*actors):
+    def begin(*actors, is_room_lost=False):
         left, began = list(actors), list[float]()
 
-        async def place(seat):
+        async def room(seat):
             began.append(asyncio.get_running_loop().time())
-            return Placing({}, {})
+            return Reservation("07", {}, None)
 
-        async def why_no_room(seat):
-            return ""
+        async def has_room(seat):
+            return not is_room_lost
 
-        monkeypatch.setattr(Seat, "_find_or_create", lambda seat, placing: left.pop(0)())
-        around = Surroundings("space", "", place, lambda seat: Asked("decode", []), lambda seat: None, why_no_room)
+        monkeypatch.setattr(Seat, "_find_or_create", lambda seat, room: left.pop(0)())
+        around = Surroundings("space", "", room, has_room, lambda seat: Asked("decode", []), lambda seat: None)
         return Seat("decode-1", "decode", around), began
 
     monkeypatch.setattr(asyncio, "to_thread", inline)
@@ -112,14 +113,25 @@ def test_another_version_of_kvferry_on_a_node_is_refused_with_the_nodes_name(giv
     run_virtual(main)
 
 
-def test_a_node_that_has_no_room_any_more_is_no_failure_and_another_is_asked_for(given):
+def test_an_actor_that_waits_on_a_node_that_was_lost_is_no_failure_and_another_is_asked_for(given):
     async def main():
-        seat, began = given(lambda: FakeActor(0, error=ActorUnschedulableError("taken")), lambda: FakeActor(100))
+        seat, began = given(lambda: FakeActor(0, is_placed=False), lambda: FakeActor(100), is_room_lost=True)
         running = asyncio.ensure_future(seat.run())
         while not seat.status.is_ready:
             assert not seat.status.has_failed
             await asyncio.sleep(0.01)
-        assert began[1] - began[0] == pytest.approx(0.5, abs=0.02)
+        assert began[1] - began[0] == pytest.approx(PLACING_S + 0.5, abs=0.02)
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_an_actor_that_takes_long_to_begin_is_waited_for_as_long_as_it_has_its_room(given):
+    async def main():
+        seat, began = given(lambda: FakeActor(0, is_placed=False))
+        running = asyncio.ensure_future(seat.run())
+        await asyncio.sleep(20 * PLACING_S)
+        assert (len(began), seat.status.num_starts) == (1, 1)
         running.cancel()
 
     run_virtual(main)

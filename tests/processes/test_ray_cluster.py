@@ -340,6 +340,70 @@ def test_a_plan_that_fits_nowhere_says_what_is_missing_on_which_node(nodes, mode
     assert time.monotonic() - began < 10
 
 
+def groups_of(namespace):
+    """Room that is reserved for it, by name."""
+    import ray
+
+    prefix = f"kvferry/{namespace}/"
+    found = [one for one in ray.util.placement_group_table().values() if one["name"].startswith(prefix)]
+    return {one["name"].removeprefix(prefix) for one in found if one["state"] != "REMOVED"}
+
+
+def test_two_that_want_the_same_room_in_the_same_moment_do_not_each_get_a_part_of_it(nodes, model_directory):
+    """At the front there is room for one router and one worker more."""
+    one = {"count": 1, "cpus": 1, "labels": {"door": "front"}}
+    plan = sim_plan(model_directory, prefill={"count": 0}, decode=one)
+    clients = {name: ClusterClient(name) for name in ("first", "second")}
+
+    async def up(client):
+        await client.find_or_start()
+        began = time.monotonic()
+        try:
+            await client.up(plan)
+        except ConfigurationError as error:
+            assert time.monotonic() - began < 10
+            return error.message
+        return ""
+
+    async def both():
+        return dict(zip(clients, await asyncio.gather(*map(up, clients.values())), strict=True))
+
+    said = asyncio.run(both())
+    refused = [name for name, words in said.items() if words]
+    assert refused
+    assert all("no node has room for" in said[name] or "in the same moment" in said[name] for name in refused), said
+    assert not any(groups_of(name) for name in refused)
+    for name in clients.keys() - set(refused):
+        assert groups_of(name) == {"router-1", "decode-1"}
+        asyncio.run(clients[name].down())
+        assert not groups_of(name)
+
+
+def test_after_a_loss_that_leaves_too_little_what_fits_runs_the_rest_is_said_and_fewer_may_be_wanted(
+    nodes, model_directory
+):
+    nodes.add_node(2, shelf="x")
+    nodes.add_node(1, shelf="x")
+    worker = {"count": 3, "cpus": 1, "labels": {"shelf": "x"}}
+    with deployed(sim_plan(model_directory, prefill={"count": 0}, decode=worker), "shelf") as short:
+        places = {name: place_of(short, name) for name in short.programs if name != "router-1"}
+        victim = next(place for place in places.values() if list(places.values()).count(place) == 2)
+        nodes.kill_node(victim)
+        wait_until(lambda: num_without_room(short) == 2, 40, "two to have no room")
+        assert sum(one["is_ready"] for one in short.programs.values()) == 2
+        with ThreadPoolExecutor(1) as pool:
+            scaled = pool.submit(short.do, short.client.scale(None, 2))
+            wait_until(lambda: scaled.done() or len(short.programs) == 3, 10, "one of them to go")
+            assert not scaled.done(), scaled.result()
+            assert num_without_room(short) == 1
+            nodes.add_node(1, shelf="x")
+            scaled.result(timeout=40)
+
+
+def num_without_room(service):
+    return sum("no node has room for decode-" in one["reason"] for one in service.programs.values())
+
+
 def test_a_model_that_is_not_on_a_node_is_named_with_the_node(nodes, tmp_path):
     began = time.monotonic()
     missing = tmp_path / "nowhere"
@@ -435,6 +499,7 @@ def test_down_ends_all_of_it_and_the_next_command_says_that_nothing_runs(nodes, 
         5,
         "its actors to end",
     )
+    assert not groups_of("brief")
     run = kvferry("status", f"--address={nodes.address}", "--namespace=brief")
     assert run.returncode == 2
     assert "no deployment in namespace brief" in run.stderr.replace("\n", " ")
