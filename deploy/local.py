@@ -90,6 +90,7 @@ class LocalDeployment:
         roads_called(self.transport)
         self.kv_tokens = plan.kv_tokens or pool_tokens(self.shape, available, num_workers, cpu_kv(self.kv))
         self._from_file = {role: self._keys_in_file(role) for role in MODULES}
+        self._check_devices()
         self.children: dict[str, Child] = {}
         self._changed = asyncio.Event()
         self._fatal: ConfigurationError | None = None
@@ -147,7 +148,7 @@ class LocalDeployment:
         registry = self.children["router"].details["registry"]
         sizes = {"threads": self.threads, "kv_tokens": self.kv_tokens, "weights": self.weights, "kv": self.kv}
         sizes |= {"transport": self.transport, "engine": self.plan.engine, "device": self.plan.device}
-        if self._device_of(name) != "cpu":
+        if self._said("device", name) != "cpu":
             sizes["kv_tokens"] = self.plan.kv_tokens  # 0: what the device holds
         if self.plan.engine == "sim":
             sizes |= {"sim_shape": self.plan.sim_shape, "sim_accelerator": self.plan.sim_accelerator}
@@ -156,9 +157,25 @@ class LocalDeployment:
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in sizes.items() if key not in from_file]
         return [f"--name={name}", f"--router={registry}", *flags]
 
-    def _device_of(self, name: str) -> str:
+    def _said(self, key: str, name: str) -> str:
+        """Of a worker, by the configuration file, else by the plan."""
         section = read_section(self.plan.config, name.partition("-")[0]) if self.plan.config else {}
-        return str(section.get("device", self.plan.device))
+        return str(section.get(key, getattr(self.plan, key)))
+
+    def _check_devices(self) -> None:
+        """Raises ConfigurationError if two workers would each take all that is free on a device."""
+        taken: dict[str, int] = {}
+        for role, count in (("prefill", self.plan.num_prefill), ("decode", self.plan.num_decode)):
+            device = self._said("device", role)
+            if device != "cpu" and self._said("kv_tokens", role) == "0" and self._said("engine", role) != "sim":
+                key = f"{device}:0" if device == "cuda" else device
+                taken[key] = taken.get(key, 0) + count
+        for device, count in taken.items():
+            if count > 1:
+                raise ConfigurationError(
+                    f"{count} workers would each take all that is free on {device}: say how many tokens each may keep (--kv-tokens), "
+                    "or give each kind a device of its own in --config"
+                )
 
     def _keys_in_file(self, role: str) -> set[str]:
         """What the configuration file says of a role; what only this deployment can know must not be in it."""

@@ -26,20 +26,16 @@ def plan_from_flags(deployment: Path | None, given: dict[str, Any], is_here: boo
         content["router"] |= ports
     content["settings"] |= {name: given[name] for name in SETTINGS if name in given and given[name] != 0}
     plan = plan_of(content)
-    is_told = "kv_tokens" in plan.settings or plan.settings.get("engine") == "sim" or _has_devices(plan)
-    if is_here and plan.model and not is_told:
-        content["settings"]["kv_tokens"] = _tokens_here(plan)
+    for role in ("prefill", "decode") if is_here and plan.model else ():
+        said = {**plan.settings, **plan.pool(role).settings}
+        is_told = "kv_tokens" in said or said.get("engine") == "sim" or said.get("device", "cpu") != "cpu"
+        if not is_told:  # a worker on a device asks it how many tokens it holds
+            content[role]["settings"]["kv_tokens"] = _tokens_here(plan, str(said.get("kv", "auto")))
     return plan_of(content)
 
 
-def _has_devices(plan: ClusterPlan) -> bool:
-    """Workers on a device ask it how many tokens it holds."""
-    settings = (plan.settings, plan.prefill.settings, plan.decode.settings)
-    return any(one.get("device", "cpu") != "cpu" for one in settings)
-
-
-def _tokens_here(plan: ClusterPlan) -> int:
+def _tokens_here(plan: ClusterPlan, kv: str) -> int:
+    """Of each worker on the CPU; those on a device have as much of the host's memory, for their pools' mirrors."""
     available = psutil.virtual_memory().available
     num_workers = plan.prefill.count + plan.decode.count
-    kv = cpu_kv(str(plan.settings.get("kv", "auto")))
-    return pool_tokens(read_checkpoint_shape(Path(plan.model)), available, num_workers, kv)
+    return pool_tokens(read_checkpoint_shape(Path(plan.model)), available, num_workers, cpu_kv(kv))

@@ -106,6 +106,11 @@ class ClusterPlan(_Part):
                     f"{role}: device is {given['device']!r}, but gpus is 0: Ray shows an actor the accelerators that it asks for; "
                     "say gpus: 1"
                 )
+            if 0 < self.pool(role).gpus < 1 and not given.get("kv_tokens") and given.get("engine") != "sim":
+                raise ConfigurationError(
+                    f"{role}: gpus is {self.pool(role).gpus:g}, but each worker would take all that is free on the accelerator that it "
+                    "shares: say kv_tokens"
+                )
 
     def without_counts(self) -> dict[str, Any]:
         """What two plans must share for one to be the other scaled."""

@@ -57,6 +57,14 @@ def test_what_is_no_plan_is_named_with_its_file(tmp_path, content, words):
             {"settings": {"device": "cuda"}, "prefill": {"gpus": 1}},
             "decode: device is 'cuda', but gpus is 0: .*say gpus: 1",
         ),
+        (
+            {
+                "settings": {"device": "cuda", "kv_tokens": 640},
+                "prefill": {"gpus": 0.5},
+                "decode": {"gpus": 0.5, "settings": {"kv_tokens": 0}},
+            },
+            "decode: gpus is 0.5, but each worker would take all .*say kv_tokens",
+        ),
         ({"decode": {"count": 0}}, "without a decode worker"),
     ],
 )
@@ -81,13 +89,19 @@ def test_workers_on_a_device_are_not_told_what_this_machines_memory_holds(tmp_pa
     shape = dict(num_hidden_layers=1, num_attention_heads=1, hidden_size=8, intermediate_size=8, vocab_size=9)
     (tmp_path / "config.json").write_text(json.dumps(shape))
     file = tmp_path / "deployment.yaml"
-    for content, is_told in (
-        ({}, True),
-        ({"settings": {"device": "cuda"}}, False),
-        ({"decode": {"settings": {"device": "cuda"}}}, False),
+    for content, told in (
+        ({}, {"prefill", "decode"}),
+        ({"settings": {"device": "cuda"}}, set()),
+        ({"decode": {"settings": {"device": "cuda"}}}, {"prefill"}),
+        ({"settings": {"device": "cuda"}, "decode": {"settings": {"device": "cpu"}}}, {"decode"}),
+        ({"prefill": {"settings": {"engine": "sim"}}}, {"decode"}),
+        ({"prefill": {"settings": {"kv_tokens": 64}}}, {"decode"}),
     ):
         file.write_text(yaml.safe_dump({"model": str(tmp_path), **content}))
-        assert ("kv_tokens" in plan_from_flags(file, {}, is_here=True).settings) == is_told
+        plan = plan_from_flags(file, {}, is_here=True)
+        sizes = {role: plan.pool(role).settings.get("kv_tokens", 64) for role in ("prefill", "decode")}
+        assert {role for role, size in sizes.items() if size > 64} == told
+        assert "kv_tokens" not in plan.settings
     plan = plan_from_flags(None, {"model": tmp_path, "device": "cuda:1"}, is_here=True)
     assert plan.settings == {"device": "cuda:1"}
 
