@@ -94,7 +94,10 @@ class RayNodes:
         self._cluster.head_node.start_gcs_server()
         self._cluster.head_node.get_gcs_client()
 
-    def close(self) -> None:
+    def __enter__(self) -> "RayNodes":
+        return self
+
+    def __exit__(self, *error: object) -> None:
         import ray
 
         ray.shutdown()

@@ -44,9 +44,8 @@ GRACE_S = 20
 
 @pytest.fixture(scope="module")
 def nodes():
-    cluster = RayNodes(num_nodes=3)
-    yield cluster
-    cluster.close()
+    with RayNodes(num_nodes=3) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")

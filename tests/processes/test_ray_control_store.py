@@ -29,9 +29,8 @@ LIMIT_S = 4
 @pytest.fixture
 def nodes():
     """This process is no driver of it: Ray ends those, too."""
-    cluster = RayNodes(num_nodes=1, is_driver=False, gcs_rpc_server_reconnect_timeout_s=LIMIT_S)
-    yield cluster
-    cluster.close()
+    with RayNodes(num_nodes=1, is_driver=False, gcs_rpc_server_reconnect_timeout_s=LIMIT_S) as cluster:
+        yield cluster
 
 
 def started(plan, address, folder):
@@ -70,8 +69,7 @@ def test_streams_run_on_commands_say_so_at_once_and_then_all_of_it_ends(nodes, m
 @pytest.mark.soak  # `kvferry` waits 30 s for a Ray to answer
 def test_one_that_forgot_all_is_a_new_cluster_and_traffic_goes_on_as_it_was(model_directory, tmp_path):
     """And a router that has not served yet begins to while it is away."""
-    nodes = RayNodes(num_nodes=1, is_driver=False)
-    try:
+    with RayNodes(num_nodes=1, is_driver=False) as nodes:
         one = {"count": 1, "cpus": 1, "resources": {"slot": 1}}
         service, processes = started(sim_plan(model_directory, prefill=one, decode=one), nodes.address, tmp_path)
         with ThreadPoolExecutor(6) as pool:
@@ -86,5 +84,3 @@ def test_one_that_forgot_all_is_a_new_cluster_and_traffic_goes_on_as_it_was(mode
         assert f"{nodes.address} does not answer within 30 s" in run.stderr.replace("\n", " ")
         assert service.tokens(ids(300, "last"), 4) == right(ids(300, "last"), 4)
         assert all(one.is_running() for one in processes)
-    finally:
-        nodes.close()

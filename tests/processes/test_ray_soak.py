@@ -29,14 +29,8 @@ GRACE_S = 2
 
 @pytest.fixture
 def nodes():
-    cluster = RayNodes(num_nodes=3)
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture(autouse=True)
-def _leaves_nothing_held():
-    """The package's own looks at another deployment."""
+    with RayNodes(num_nodes=3) as cluster:
+        yield cluster
 
 
 def test_streams_that_outlast_the_grace_go_on_elsewhere_when_decode_shrinks(nodes, model_directory):
@@ -118,8 +112,7 @@ def test_thousands_of_requests_leave_nothing_in_the_store_or_the_actors(nodes, m
 
 def test_what_fits_in_one_way_only_is_placed_in_that_way(model_directory):
     """3 + 3 and 2 + 2 processors of 6 and 4; and the only node of a label is left to those that need it."""
-    nodes = RayNodes(num_nodes=0)
-    try:
+    with RayNodes(num_nodes=0) as nodes:
         nodes.add_node(6, rack="a", disk="slow")
         nodes.add_node(4, rack="b")
         rest = {"resources": {}, "labels": {"rack": "in(a, b)"}, "settings": {"threads": 1}}
@@ -133,5 +126,3 @@ def test_what_fits_in_one_way_only_is_placed_in_that_way(model_directory):
         for _ in range(3):
             with deployed(sim_plan(model_directory, **pools), "kvferry") as full:
                 assert place_of(full, "prefill-1") != place_of(full, "decode-1")
-    finally:
-        nodes.close()
