@@ -73,10 +73,11 @@ class Reservations:
         """For as many of them as can be, the first ones first; why not for all, if so."""
         async with self._changing:
             lacking = await self._reserve(bundles)
-            kept, hopeless = list[Bundle](), list[Bundle]()
+            kept = [bundle for bundle in bundles if bundle.owner in self._held]
+            hopeless = list[Bundle]()
             for bundle in bundles if lacking else ():
                 alike = replace(bundle, owner="")
-                if alike in hopeless:
+                if bundle in kept or alike in hopeless:
                     continue
                 if await self._reserve([*kept, bundle]):
                     hopeless.append(alike)

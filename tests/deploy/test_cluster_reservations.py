@@ -148,6 +148,17 @@ async def test_as_many_as_can_be_get_room_and_the_first_ones_first(groups, monke
     assert len(searches) == 7, "of those that are alike and do not fit, one is tried"
 
 
+async def test_one_that_does_not_fit_keeps_no_other_from_what_is_free(groups):
+    """Nor is the room of one that runs, and is wanted, taken for room to come."""
+    held = Reservations("x")
+    await held.reserve([worker("prefill-1", 3)])
+    groups.cpus["c"] = 3
+    wanted = [worker("decode-1", 4), worker("prefill-1", 3), worker("prefill-2", 3)]
+    assert "no node has room for decode-1" in await held.reserve_some(wanted)
+    assert (await node_of(held, "prefill-1"), await node_of(held, "prefill-2")) == ("a", "c")
+    assert held.names == {"prefill-1", "prefill-2"}
+
+
 async def test_a_controller_that_comes_back_knows_what_it_had_and_removes_what_was_never_made(groups):
     await Reservations("x").reserve([worker("one", 3)])
     await Reservations("other").reserve([worker("one", 1)])
