@@ -4,6 +4,8 @@ So figures are those of all records together, not averages of percentiles. Knows
 """
 
 import asyncio
+import itertools
+import math
 import time
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,10 +15,17 @@ from loadtest.load import LoadPlan, load_test
 from loadtest.report import LoadReport
 from loadtest.stream import StreamRecord
 
+STREAMS_EACH = 64
+"""That one generator is given at most; a node that has more of them has more generators, so that none is the bottleneck."""
 
-def shares(plan: LoadPlan, num_nodes: int) -> list[LoadPlan]:
+
+def num_generators(plan: LoadPlan, num_nodes: int) -> int:
+    return max(num_nodes, math.ceil(plan.concurrency / STREAMS_EACH))
+
+
+def shares(plan: LoadPlan, count: int) -> list[LoadPlan]:
     """Of streams and requests, as even as can be, with prompts that differ; no more than there are streams or requests."""
-    count = max(min(num_nodes, plan.concurrency, plan.requests), 1)
+    count = max(min(count, plan.concurrency, plan.requests), 1)
 
     def part(total: int, number: int) -> int:
         return total // count + (number < total % count)
@@ -26,7 +35,7 @@ def shares(plan: LoadPlan, num_nodes: int) -> list[LoadPlan]:
             plan,
             concurrency=part(plan.concurrency, number),
             requests=part(plan.requests, number),
-            seed=plan.seed * num_nodes + number,
+            seed=plan.seed * count + number,
         )
         for number in range(count)
     ]
@@ -64,7 +73,7 @@ async def load_from_nodes(url: str, plan: LoadPlan, node_ids: list[str]) -> Load
         task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
             url, asdict(share)
         )
-        for node_id, share in zip(node_ids, shares(plan, len(node_ids)), strict=False)
+        for node_id, share in zip(itertools.cycle(node_ids), shares(plan, num_generators(plan, len(node_ids))))
     ]
     try:
         return merged(await asyncio.gather(*(asyncio.wrap_future(one.future()) for one in running)))

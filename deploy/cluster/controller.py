@@ -21,9 +21,8 @@ from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
 from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
 from deploy.cluster.plan import ClusterPlan, difference, plan_of
 from deploy.cluster.reservations import Reservation, Reservations
-from deploy.cluster.room import Bundle
 from deploy.cluster.seat import Asked, Seat, Surroundings, end_stranger
-from deploy.cluster.wanted import KEY, Wanted, first_wanted, wanted_of
+from deploy.cluster.wanted import KEY, Wanted, bundles_of, first_wanted, wanted_of
 from kvferry import process
 from kvferry.bell import Bell
 from kvferry.errors import ConfigurationError
@@ -212,7 +211,7 @@ class Controller:
     async def _want(self, wanted: Wanted) -> None:
         """Raises ConfigurationError if the cluster has not the room; then nothing has changed. To want less is always granted."""
         if wanted.roles.keys() - self._roles.keys():
-            lacking = await self._reservations.reserve(_bundles(wanted))
+            lacking = await self._reservations.reserve(bundles_of(wanted))
             if lacking:
                 raise ConfigurationError(lacking)
         await self._keep(wanted)
@@ -274,7 +273,7 @@ class Controller:
                 return reservation
             async with self._seeking:
                 if now() >= self._sought_at + SEEK_S:
-                    self._lacking = await self._reservations.reserve_some(_bundles(self._running))
+                    self._lacking = await self._reservations.reserve_some(bundles_of(self._running))
                     self._sought_at = now()
             if seat.name not in self._reservations.names:
                 seat.lacks_room(self._lacking or "its room is that of a program that has not left yet")
@@ -296,21 +295,6 @@ class Controller:
         if not routers:
             return None
         return Asked(seat.role, [*wanted.plan.flags(seat.role), *own, *routers])
-
-
-def _bundles(wanted: Wanted) -> list[Bundle]:
-    """What each program needs, those first without which nothing is answered. Beyond one machine, routers have the same ports."""
-    roles = sorted(wanted.roles.items(), key=lambda one: ("router", "decode", "prefill").index(one[1]))
-    return [
-        Bundle(
-            name,
-            wanted.plan.pool(role).bundle,
-            wanted.plan.pool(role).labels,
-            is_apart=role == "router" and not wanted.is_loopback,
-            near=wanted.routers.get(name, "").rpartition(":")[0],
-        )
-        for name, role in roles
-    ]
 
 
 def _is_loopback(plan: ClusterPlan, nodes: list[ClusterNode]) -> bool:

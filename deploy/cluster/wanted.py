@@ -8,6 +8,7 @@ import secrets
 from dataclasses import dataclass, replace
 
 from deploy.cluster.plan import ClusterPlan, plan_of
+from deploy.cluster.room import Bundle
 
 KEY = b"kvferry-wanted"
 ROUTER_PORTS_APART = 10
@@ -85,6 +86,21 @@ def first_wanted(plan: ClusterPlan, is_loopback: bool) -> Wanted:
 def wanted_of(text: bytes) -> Wanted:
     found = json.loads(text)
     return Wanted(**{**found, "plan": plan_of(found["plan"])})
+
+
+def bundles_of(wanted: Wanted) -> list[Bundle]:
+    """What each program needs, those first without which nothing is answered. Beyond one machine, routers have the same ports."""
+    roles = sorted(wanted.roles.items(), key=lambda one: ("router", "decode", "prefill").index(one[1]))
+    return [
+        Bundle(
+            name,
+            wanted.plan.pool(role).bundle,
+            wanted.plan.pool(role).labels,
+            is_apart=role == "router" and not wanted.is_loopback,
+            near=wanted.routers.get(name, "").rpartition(":")[0],
+        )
+        for name, role in roles
+    ]
 
 
 def _free_name(role: str, taken: dict[str, str]) -> str:

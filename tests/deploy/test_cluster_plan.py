@@ -9,7 +9,8 @@ import yaml
 
 from deploy.cluster.flags import plan_from_flags
 from deploy.cluster.plan import ClusterPlan, difference, plan_of, read_plan
-from deploy.cluster.wanted import first_wanted, wanted_of
+from deploy.cluster.room import Bundle
+from deploy.cluster.wanted import bundles_of, first_wanted, wanted_of
 from kvferry.errors import ConfigurationError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "deploy" / "examples"
@@ -136,6 +137,24 @@ def test_what_is_wanted_survives_being_stored():
     )
     assert wanted_of(wanted.to_json()) == wanted
     assert wanted_of(replace(wanted, workers={}).to_json()).workers == {}
+
+
+def test_what_answers_comes_first_and_routers_beyond_one_machine_are_apart_and_where_they_were():
+    plan = plan_of({"router": {"count": 2, "cpus": 0}, "prefill": {"cpus": 3}, "decode": {"labels": {"x": "y"}}})
+    beyond = (
+        first_wanted(plan, False)
+        .with_router("router-2", "10.0.0.2:8002", [8000, 8001, 8002])
+        .with_role("prefill-1", "decode")
+    )
+    assert bundles_of(beyond) == [
+        Bundle("router-1", {}, {}, is_apart=True),
+        Bundle("router-2", {}, {}, is_apart=True, near="10.0.0.2"),
+        Bundle("prefill-1", {"CPU": 1}, {"x": "y"}),
+        Bundle("decode-1", {"CPU": 1}, {"x": "y"}),
+    ]
+    here = bundles_of(first_wanted(plan, True))
+    assert not any(bundle.is_apart for bundle in here), "their ports differ"
+    assert [bundle.owner for bundle in here] == ["router-1", "router-2", "decode-1", "prefill-1"]
 
 
 def test_every_deployment_has_a_secret_of_its_own():

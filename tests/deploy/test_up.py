@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from kvferry.config import home
+from tests.processes.simulated import expected, ids, simulated, states
 
 pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
 
@@ -101,6 +102,27 @@ def test_a_model_that_cannot_run_ends_it_at_once_naming_the_field(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
     assert "num_attention_heads" in run.stderr
+
+
+@pytest.mark.parametrize("num_times", [1, pytest.param(20, marks=pytest.mark.soak)])
+def test_many_workers_that_begin_in_the_same_moment_beside_another_deployment_have_ports_of_their_own(
+    model_directory, num_times
+):
+    """T085."""
+    for turn in range(num_times):
+        with (
+            simulated(model_directory, num_prefill=1, num_decode=1) as beside,
+            simulated(model_directory, num_prefill=3, num_decode=3) as many,
+        ):
+            found = {"prefill-1", "prefill-2", "prefill-3", "decode-1", "decode-2", "decode-3"}
+            assert states(many) == dict.fromkeys(found, "ready")
+            children = [*beside.deployment.children.values(), *many.deployment.children.values()]
+            addresses = [text for child in children for text in child.details.values() if text.startswith("127.0.0.1:")]
+            assert len(set(addresses)) == len(addresses) == 2 * 3 + 8, addresses
+            assert {child.num_starts for child in children} == {1}
+            for service in (beside, many):
+                prompt = ids(100, (turn, service.url))
+                assert service.tokens(prompt, 4) == expected(prompt, 4)
 
 
 def test_a_port_that_is_taken_is_named(model_directory):

@@ -8,7 +8,7 @@ import pytest
 from loadtest import spread_load
 from loadtest.load import LoadPlan
 from loadtest.report import LoadReport
-from loadtest.spread_load import merged, run_share, shares
+from loadtest.spread_load import STREAMS_EACH, merged, num_generators, run_share, shares
 from loadtest.stream import StreamRecord
 
 
@@ -20,6 +20,13 @@ def test_shares_are_all_of_it(concurrency, requests, num_nodes):
     assert sum(part.requests for part in parts) == requests
     assert min(min(part.concurrency, part.requests) for part in parts) >= 1
     assert len({part.seed for part in parts}) == len(parts) <= num_nodes
+
+
+@pytest.mark.parametrize(("concurrency", "num_nodes", "count"), [(200, 1, 4), (200, 10, 10), (64, 1, 1), (65, 2, 2)])
+def test_no_generator_has_more_streams_than_it_can_carry(concurrency, num_nodes, count):
+    plan = LoadPlan(concurrency, 1000, 10, 20)
+    assert num_generators(plan, num_nodes) == count
+    assert max(part.concurrency for part in shares(plan, count)) <= STREAMS_EACH
 
 
 def record(began_s, event_s, failure=""):

@@ -149,6 +149,7 @@ def test_a_node_killed_under_load_costs_no_token_and_its_actors_come_back(servic
     assert {name: after[name]["num_starts"] for name in before if name not in lost} == {
         name: one["num_starts"] for name, one in before.items() if name not in lost
     }
+    assert groups_of("kvferry") == set(before)
     nodes.add_node()
     service.wait_idle()
 
