@@ -34,17 +34,17 @@ def nodes():
 
 
 def test_streams_that_outlast_the_grace_go_on_elsewhere_when_decode_shrinks(nodes, model_directory):
-    """40 streams of some 15 s; a worker that goes, or becomes another, has 2 s."""
+    """40 streams of some 60 s; a worker that goes has 2 s."""
     plan = sim_plan(model_directory, grace_s=GRACE_S)
     with deployed(plan, "kvferry") as service, ThreadPoolExecutor(40) as pool:
         service.do(service.client.scale(3, 3))
-        streams = streams_of(service, pool, 40, 200, "grace")
+        streams = streams_of(service, pool, 40, 800, "grace")
         began = time.monotonic()
         service.do(service.client.scale(1, 1))
         assert time.monotonic() - began < GRACE_S + 8
         assert not any(coming.done() for _, coming in streams), "the grace is over, and they are not"
         assert set(service.programs) == {"router-1", "prefill-1", "decode-1"}
-        assert_exact(streams, 200)
+        assert_exact(streams, 800)
         service.wait_idle()
 
 
@@ -84,7 +84,7 @@ def test_sigterm_to_an_actors_process_is_its_loss_and_costs_no_token(nodes, mode
 
 
 def test_thousands_of_requests_leave_nothing_in_the_store_or_the_actors(nodes, model_directory):
-    """A tenth are cancelled, and of the first half some lose their source."""
+    """T088: of 20,000, a tenth are cancelled, and of the first 2,000 some lose their source."""
     plan = sim_plan(model_directory, transport="ray")
     fast = {"settings": {"sim_accelerator": "a100"}}
     places = {"prefill": "in(n0, n1)", "decode": "n2"}
@@ -105,9 +105,10 @@ def test_thousands_of_requests_leave_nothing_in_the_store_or_the_actors(nodes, m
         ask_many(service, 250, "settled")
         service.wait_idle()
         before = actor_use(service)
-        for turn in range(12):
+        for turn in range(70):
             ask_many(service, 250, ("steady", turn))
-        assert_at_rest(service, nodes.address, before, more_mib=40)
+            if turn % 14 == 13:
+                assert_at_rest(service, nodes.address, before, more_mib=40)
 
 
 def test_what_fits_in_one_way_only_is_placed_in_that_way(model_directory):
