@@ -33,6 +33,8 @@ NAME = "controller"
 STATUS_S = 5.0
 SEEK_S = 2.0
 """Room is sought so often, for all seats that have none."""
+JOIN_S = 30.0
+"""For a worker to join routers elsewhere, once it has drained."""
 
 
 class Controller:
@@ -44,7 +46,7 @@ class Controller:
         self._starting: list[Seat] = []
         self._reservations = Reservations(namespace)
         self._seeking, self._sought_at, self._lacking = asyncio.Lock(), -SEEK_S, ""
-        self._version, self._bell, self._seats_bell, self._unkept = 1, Bell(), Bell(), Bell()
+        self._version, self._bell, self._seats_bell, self._moved = 1, Bell(), Bell(), Bell()
         self._changing = asyncio.Lock()
         self._adopted, self._memory = asyncio.Event(), MemoryInUse()
         self._serving = as_long_as_the_actor(self._serve())
@@ -60,6 +62,7 @@ class Controller:
         self._adopted.set()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_places())
+            group.create_task(self._join_routers())
             group.create_task(self._end_strangers())
             while True:
                 for seat in self._starting:
@@ -78,11 +81,37 @@ class Controller:
 
     async def _keep_places(self) -> None:
         """Where routers are, whenever that has changed."""
+        kept = self._wanted
         while True:
-            await self._unkept.wait()
+            while self._wanted is kept:
+                await self._moved.wait()
             async with self._changing:
-                if self._wanted is not None:
-                    await self._keep(self._wanted)
+                kept = self._wanted
+                if kept is not None:
+                    await self._keep(kept)
+
+    async def _join_routers(self) -> None:
+        """Workers join them where they are now: of those that serve, half of each kind at a time, so that others go on serving."""
+        known = self._routers
+        while True:
+            while self._routers == known:
+                await self._moved.wait()
+            known = self._routers
+            of_kind = [[seat for seat in self._seats.values() if seat.role == role] for role in ("prefill", "decode")]
+            serving = [[seat for seat in seats if seat.status.is_ready] for seats in of_kind]
+            idle = [seat for seats in of_kind for seat in seats if not seat.status.is_ready]
+            for part in (idle, *([seat for seats in serving for seat in seats[half::2]] for half in (0, 1))):
+                for seat in part:
+                    seat.change(seat.role)
+                if part is not idle:
+                    await self._until_settled(part)
+
+    async def _until_settled(self, seats: list[Seat]) -> None:
+        """Or until what they drain must have ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout((self._wanted.plan.grace_s if self._wanted else 0) + JOIN_S):
+                while not all(seat.is_settled or seat.is_leaving for seat in seats):
+                    await self._bell.wait()
 
     async def _end_strangers(self) -> None:
         """Programs that were leaving when the last controller was lost, and what room they have."""
@@ -197,6 +226,11 @@ class Controller:
         return self._wanted
 
     @property
+    def _routers(self) -> dict[str, str]:
+        """Where they are, by name."""
+        return self._wanted.routers if self._wanted else {}
+
+    @property
     def _roles(self) -> dict[str, str]:
         """Of all that is wanted, by name."""
         return self._wanted.roles if self._wanted else {}
@@ -260,9 +294,7 @@ class Controller:
         if wanted.routers[seat.name] != details["registry"]:
             ports = [int(details[name].rpartition(":")[2]) for name in ("http", "grpc", "registry")]
             self._wanted = wanted.with_router(seat.name, details["registry"], ports)
-            for other in self._seats.values():
-                other.change(other.role)  # workers join the routers where they are now
-            self._unkept.ring()
+            self._moved.ring()
 
     async def _room(self, seat: Seat) -> Reservation | None:
         """Sought again and again: nodes come, and what leaves has left in the end."""
@@ -284,16 +316,16 @@ class Controller:
         return await self._reservations.standing(seat.name) is not None
 
     def _ask(self, seat: Seat) -> Asked | None:
-        """A worker begins when it is known where a router is; it need not be there yet."""
+        """A worker begins when it is known where routers are; they need not be there yet."""
         wanted = self._running
         host = "127.0.0.1" if wanted.is_loopback else seat.status.node["address"]
         own = [f"--name={seat.name}", f"--host={host}"]
         if seat.role == "router":
             ports = zip(("port", "grpc-port", "registry-port"), wanted.ports_of(seat.name), strict=True)
             return Asked("router", [*wanted.plan.flags("router"), *own, *(f"--{name}={port}" for name, port in ports)])
-        routers = [f"--router={address}" for address in wanted.routers.values() if address]
-        if not routers:
+        if not all(wanted.routers.values()):
             return None
+        routers = [f"--router={address}" for address in wanted.routers.values()]
         return Asked(seat.role, [*wanted.plan.flags(seat.role), *own, *routers])
 
 

@@ -113,9 +113,9 @@ class ClusterPlan(_Part):
                 )
 
     def without_counts(self) -> dict[str, Any]:
-        """What two plans must share for one to be the other scaled."""
+        """What two plans must share for one to be the other scaled: workers are, routers are not."""
         found = self.model_dump()
-        for role in KINDS:
+        for role in ("prefill", "decode"):
             del found[role]["count"]
         return found
 

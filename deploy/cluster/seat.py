@@ -89,10 +89,19 @@ class Seat:
         self._actor: Any = None
         self.is_leaving = False
         self._is_hurried = False
+        self._ordered: int | None = None
+        """The number of what it was told to run; None: it has to be told anew."""
+        self._runs = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """It runs what it shall."""
+        return self._ordered == self._runs and self.status.is_ready
 
     def change(self, role: str) -> None:
         """What it shall run has changed."""
         self.role = self.status.role = role
+        self._ordered = None
         self._bell.ring()
 
     def lacks_room(self, why: str) -> None:
@@ -109,12 +118,11 @@ class Seat:
         now = asyncio.get_running_loop().time
         while not self.is_leaving:
             began = now()
-            end = await self._live()
+            self.status.previous_end = end = await self._live()
             await self._end_actor()
             if self.is_leaving:
                 break
             pause_s = FIRST_PAUSE_S if now() - began > STEADY_S else pause_s
-            self.status.previous_end = end
             self._say("waiting", f"{end}; begins again in {pause_s:g} s")
             logger.warning("%s: %s", self.name, self.status.reason)
             await self._bell.wait(pause_s)
@@ -130,6 +138,7 @@ class Seat:
     async def _live(self) -> str:
         """How it ended."""
         self.status.num_starts += 1
+        self._ordered = None
         self.status.node, self.status.details = {}, {}
         self._say("placing")
         try:
@@ -198,21 +207,21 @@ class Seat:
             placed.cancel()
 
     async def _give_orders(self) -> None:
-        """Whenever what shall run there has changed; a router's orders stand for its life."""
+        """Whenever what shall run there has changed, also while it was told; a router's orders stand for its life."""
         given: Asked | None = None
-        is_told_to_leave = False
-        while True:
-            if self.is_leaving and not is_told_to_leave:
-                is_told_to_leave = True
-                if not await self._told("drain"):
-                    raise _Ended("it had not begun", True)
-            elif not self.is_leaving and (given is None or self.role != "router"):
+        number = 0
+        while not self.is_leaving:
+            if given is None or self.role != "router":
                 asked = self._around.ask(self)
                 if asked is not None and asked != given:
-                    previous = self.status.previous_end
-                    await self._told("begin", asked.role, asked.arguments, previous)
+                    number = await self._told("begin", asked.role, asked.arguments, self.status.previous_end)
                     given = asked
+                    continue
+            self._ordered = number if given is not None else None
             await self._bell.wait()
+        if not await self._told("drain"):
+            raise _Ended("it had not begun", True)
+        await asyncio.Event().wait()  # until its end is heard of
 
     async def _told(self, method: str, *arguments: Any) -> Any:
         """An actor that cannot be reached for the moment is not lost."""
@@ -233,6 +242,7 @@ class Seat:
                 continue
             version = report["version"]
             status.share, status.details, status.runs = report["share"], report["details"], report["role"]
+            self._runs = report["order"]
             runs = ("ready", "draining", *(("listening",) if self.role == "router" else ()))
             has_run = has_run or report["state"] in runs
             if report["state"] != "idle":

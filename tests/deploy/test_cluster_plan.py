@@ -111,6 +111,7 @@ def test_plans_that_differ_in_counts_alone_are_one_deployment_scaled():
     plan = ClusterPlan()
     more = plan_of({"decode": {"count": 7}})
     assert not difference(plan, more)
+    assert difference(plan, plan_of({"router": {"count": 2}})) == "router.count is 1 there and 2 here"
     assert difference(plan, plan_of({"decode": {"cpus": 7}})) == "decode.cpus is 1.0 there and 7.0 here"
 
 

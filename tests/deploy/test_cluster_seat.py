@@ -29,8 +29,9 @@ READY = {
 class FakeActor:
     """Is ready at once, and lost after `life_s`."""
 
-    def __init__(self, life_s, version=kvferry.__version__, is_placed=True):
+    def __init__(self, life_s, version=kvferry.__version__, is_placed=True, begin_s=0.0):
         self._ends_s, self._version, self._is_placed = asyncio.get_running_loop().time() + life_s, version, is_placed
+        self._begin_s, self.told = begin_s, []
 
     def __getattr__(self, method):
         return SimpleNamespace(
@@ -49,7 +50,8 @@ class FakeActor:
             loop = asyncio.get_running_loop()
             loop.call_at(self._ends_s, coming.set_exception, RayActorError())
         else:
-            coming.set_result(True)
+            self.told.append((method, *arguments[:1]))
+            asyncio.get_running_loop().call_later(self._begin_s * (method == "begin"), coming.set_result, 1)
         return coming
 
 
@@ -71,7 +73,7 @@ def given(monkeypatch):
             return not is_room_lost
 
         monkeypatch.setattr(Seat, "_find_or_create", lambda seat, room: left.pop(0)())
-        around = Surroundings("space", "", room, has_room, lambda seat: Asked("decode", []), lambda seat: None)
+        around = Surroundings("space", "", room, has_room, lambda seat: Asked(seat.role, []), lambda seat: None)
         return Seat("decode-1", "decode", around), began
 
     monkeypatch.setattr(asyncio, "to_thread", inline)
@@ -132,6 +134,42 @@ def test_an_actor_that_takes_long_to_begin_is_waited_for_as_long_as_it_has_its_r
         running = asyncio.ensure_future(seat.run())
         await asyncio.sleep(20 * PLACING_S)
         assert (len(began), seat.status.num_starts) == (1, 1)
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_what_changes_while_an_actor_is_told_what_to_run_is_told_it_next(given):
+    async def main():
+        actor = FakeActor(100, begin_s=1)
+        seat, _ = given(lambda: actor)
+        running = asyncio.ensure_future(seat.run())
+        await asyncio.sleep(0.5)
+        seat.change("prefill")
+        await asyncio.sleep(1)
+        seat.leave()
+        await asyncio.sleep(1)
+        assert actor.told == [("begin", "decode"), ("begin", "prefill"), ("drain",)]
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_a_seat_is_settled_once_it_runs_what_it_was_told_last(given):
+    async def main():
+        seat, _ = given(lambda: FakeActor(100, begin_s=1))
+        running = asyncio.ensure_future(seat.run())
+        await asyncio.sleep(0.5)
+        assert not seat.is_settled, "it was not told yet"
+        await asyncio.sleep(1)
+        assert seat.is_settled
+        seat.change("decode")
+        assert not seat.is_settled
+        await asyncio.sleep(0.1)
+        assert seat.is_settled, "that is what it runs"
+        seat.change("prefill")
+        await asyncio.sleep(2)
+        assert not seat.is_settled, "it says that it still runs the other"
         running.cancel()
 
     run_virtual(main)

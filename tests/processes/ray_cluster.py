@@ -69,10 +69,14 @@ class RayNodes:
         if is_driver:
             ray.init(address=self.address, namespace="kvferry", log_to_driver=False, logging_level="ERROR")
 
-    def add_node(self, num_cpus: int = 4, **more_labels: str) -> None:
+    def add_node(self, num_cpus: int = 4, address: str = "", **more_labels: str) -> None:
+        """`address`: another one of this machine's than the head has."""
         labels = {"disk": "fast", "place": f"n{self._num_added}", **more_labels}
         self._num_added += 1
-        self._cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES, labels=labels, resources={"slot": 4})
+        more = {"node_ip_address": address} if address else {}
+        self._cluster.add_node(
+            num_cpus=num_cpus, object_store_memory=STORE_BYTES, labels=labels, resources={"slot": 4}, **more
+        )
 
     def kill_node(self, node_id: str) -> None:
         """Its processes, with SIGKILL. Another one must be added for it."""
