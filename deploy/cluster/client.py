@@ -105,7 +105,7 @@ class ClusterClient:
                         return status
                     for one in status["programs"]:
                         if one["has_failed"]:
-                            raise ConfigurationError(f"{one['name']}: {one['reason'] or one['previous_end']}")
+                            raise ConfigurationError(f"{one['name']}: {one['previous_end'] or one['reason']}")
         except TimeoutError:
             late = "; ".join(
                 f"{one['name']} is {one['state']}{': ' if one['reason'] else ''}{one['reason']}"

@@ -20,8 +20,8 @@ class SeatLines:
     def __call__(self, status: Status) -> None:
         found = {one["name"]: self._text(one) for one in status["programs"]}
         for name in [*found, *(name for name in self._shown if name not in found)]:
-            text = found.get(name, ("gone", ""))
-            if self._shown.get(name) != text:
+            text, shown = found.get(name, ("gone", "")), self._shown.get(name, ("", ""))
+            if text != shown and (name in found or shown[0] != "gone"):
                 self._console.print(
                     f"  [bold]{name:<10}[/bold] {text[0]:<34} [dim]{text[1]}[/dim]", highlight=False, soft_wrap=True
                 )

@@ -413,6 +413,7 @@ def test_a_model_that_is_not_on_a_node_is_named_with_the_node(nodes, tmp_path):
     ):
         pass
     assert socket.gethostname() in caught.value.message
+    assert "begins again" not in caught.value.message, "it does not: `up` ends it"
     assert time.monotonic() - began < 20
 
 
