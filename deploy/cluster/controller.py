@@ -33,6 +33,8 @@ NAME = "controller"
 STATUS_S = 5.0
 SEEK_S = 2.0
 """Room is sought so often, for all seats that have none."""
+SETTLED_S = 1.0
+"""Not every seat that settles rings."""
 JOIN_S = 30.0
 """For a worker to join routers elsewhere, once it has drained."""
 
@@ -111,7 +113,7 @@ class Controller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout((self._wanted.plan.grace_s if self._wanted else 0) + JOIN_S):
                 while not all(seat.is_settled or seat.is_leaving for seat in seats):
-                    await self._bell.wait()
+                    await self._bell.wait(SETTLED_S)
 
     async def _end_strangers(self) -> None:
         """Programs that were leaving when the last controller was lost, and what room they have."""
@@ -205,7 +207,7 @@ class Controller:
                 "node_id": context.get_node_id(),
                 "address": ray.util.get_node_ip_address(),
                 "pid": os.getpid(),
-                "private_bytes": self._memory.now.private_bytes,
+                "private_bytes": self._memory.private_bytes,
             },
             "programs": [seat.as_dict() for seat in self._seats.values()],
         }

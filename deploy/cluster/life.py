@@ -5,7 +5,6 @@ import logging
 import os
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -13,28 +12,22 @@ import psutil
 MEMORY_FRESH_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    rss_bytes: int
-    private_bytes: int
-
-
 class MemoryInUse:
-    """Of this process. The kernel walks all of its pages for it: asked seldom."""
+    """Of this process alone. The kernel walks all of its pages for it: asked seldom."""
 
     def __init__(self) -> None:
-        self._read_at, self._memory = -MEMORY_FRESH_S, Memory(0, 0)
+        self._read_at, self._bytes = -MEMORY_FRESH_S, 0
 
     def forget(self) -> None:
         """What was read: it has changed by much."""
         self._read_at = -MEMORY_FRESH_S
 
     @property
-    def now(self) -> Memory:
+    def private_bytes(self) -> int:
         if time.monotonic() >= self._read_at + MEMORY_FRESH_S:
             found: Any = psutil.Process().memory_full_info()
-            self._read_at, self._memory = time.monotonic(), Memory(found.rss, found.uss)
-        return self._memory
+            self._read_at, self._bytes = time.monotonic(), found.uss
+        return self._bytes
 
 
 def as_long_as_the_actor(work: Coroutine[Any, Any, None]) -> "asyncio.Future[None]":

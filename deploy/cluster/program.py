@@ -112,7 +112,7 @@ class ProgramActor:
         if self._told.version <= known_version:
             await self._bell.wait(REPORT_S)
             await asyncio.sleep(COALESCE_S)
-        told, memory = self._told, self._memory.now
+        told = self._told
         return {
             "version": told.version,
             "order": told.order,
@@ -121,8 +121,7 @@ class ProgramActor:
             "share": told.share,
             "details": dict(told.details),
             "code": told.code,
-            "rss_bytes": memory.rss_bytes,
-            "private_bytes": memory.private_bytes,
+            "private_bytes": self._memory.private_bytes,
         }
 
     async def _serve(self) -> None:

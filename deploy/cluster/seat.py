@@ -56,7 +56,6 @@ class SeatStatus:
     """The role of the program that its state is of: of the one before, as long as that drains."""
     num_starts: int = 0
     previous_end: str = ""
-    rss_bytes: int = 0
     private_bytes: int = 0
     has_failed: bool = False
     """It could not even begin: by itself it will hardly mend."""
@@ -237,7 +236,7 @@ class Seat:
         while True:
             report = await self._told("report", version)
             status = self.status
-            status.rss_bytes, status.private_bytes = report["rss_bytes"], report["private_bytes"]
+            status.private_bytes = report["private_bytes"]
             if report["version"] == version:
                 continue
             version = report["version"]

@@ -21,7 +21,6 @@ READY = {
     "share": 1.0,
     "details": {},
     "code": None,
-    "rss_bytes": 1,
     "private_bytes": 1,
 }
 
