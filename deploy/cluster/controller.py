@@ -242,7 +242,8 @@ class Controller:
             raise ConfigurationError(f"no worker {name!r}; there are {', '.join(self._running.workers)}")
 
     def _scaled(self, num_prefill: int, num_decode: int) -> Wanted:
-        return self._running.scaled("prefill", num_prefill).scaled("decode", num_decode)
+        homeless = self._roles.keys() - self._reservations.names
+        return self._running.scaled("prefill", num_prefill, homeless).scaled("decode", num_decode, homeless)
 
     async def _want(self, wanted: Wanted) -> None:
         """Raises ConfigurationError if the cluster has not the room; then nothing has changed. To want less is always granted."""

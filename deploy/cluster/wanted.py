@@ -5,6 +5,7 @@ Kept in the cluster's own key-value store, so that a controller that was lost go
 
 import json
 import secrets
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from deploy.cluster.plan import ClusterPlan, plan_of
@@ -36,12 +37,13 @@ class Wanted:
     def count(self, role: str) -> int:
         return sum(one == role for one in self.workers.values())
 
-    def scaled(self, role: str, count: int) -> "Wanted":
-        """So many of a role: free names are taken from below, those with the highest numbers go."""
+    def scaled(self, role: str, count: int, homeless: Set[str] = frozenset()) -> "Wanted":
+        """So many of a role: free names are taken from below; those go that have no room, then those with the highest numbers."""
         workers = dict(self.workers)
         while sum(one == role for one in workers.values()) < count:
             workers[_free_name(role, workers)] = role
-        leaving = sorted((name for name, one in workers.items() if one == role), key=_number)[count:]
+        of_role = (name for name, one in workers.items() if one == role)
+        leaving = sorted(of_role, key=lambda name: (name in homeless, _number(name)))[count:]
         return replace(self, workers={name: one for name, one in workers.items() if name not in leaving})
 
     def with_role(self, name: str, role: str) -> "Wanted":

@@ -124,6 +124,8 @@ def test_scaling_takes_free_names_from_below_and_lets_the_highest_go():
     wanted = wanted.without("decode-1").scaled("decode", 3)
     assert set(wanted.workers) == {"prefill-1", "decode-1", "decode-2", "decode-3"}
     assert set(wanted.scaled("decode", 1).workers) == {"prefill-1", "decode-1"}
+    assert set(wanted.scaled("decode", 1, {"decode-1", "decode-3"}).workers) == {"prefill-1", "decode-2"}
+    assert len(wanted.scaled("decode", 5, {"decode-1"}).workers) == 6
 
 
 def test_a_worker_that_changed_its_role_keeps_its_name_and_nobody_else_gets_it():
