@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from deploy.cluster.client import ClusterClient, urls
 from deploy.cluster.plan import ClusterPlan, plan_of
 from deploy.cluster.session import until_serving
 from kvferry.engine.fake import fake_answer
+from kvferry.errors import NoWorker
 from kvferry.messages import Sampling
 from tests.processes.service import Service, wait_until
 
@@ -215,6 +216,19 @@ def assert_at_rest(service: ClusterService, address: str, before: dict[str, Acto
     )
     after = actor_use(service)
     assert all(after[name].rss_mib <= one.rss_mib + more_mib for name, one in before.items()), (before, after)
+
+
+def wait_for_programs(
+    service: ClusterService, is_so: Callable[[dict[str, dict[str, Any]]], bool], timeout_s: float, what: str
+) -> None:
+    """Their controller may be lost with a node, and come back."""
+
+    def ask() -> bool:
+        with contextlib.suppress(NoWorker):
+            return is_so(service.programs)
+        return False
+
+    wait_until(ask, timeout_s, what)
 
 
 def place_of(service: ClusterService, name: str) -> str:

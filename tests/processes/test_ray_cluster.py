@@ -33,6 +33,7 @@ from tests.processes.ray_cluster import (
     right,
     sim_plan,
     streams_of,
+    wait_for_programs,
     with_token,
 )
 from tests.processes.service import Service, wait_until
@@ -143,7 +144,9 @@ def test_a_node_killed_under_load_costs_no_token_and_its_actors_come_back(servic
         nodes.kill_node(victim)
         assert_exact(streams, 60)
     assert service.total("kvferry_request_events_total", event="worker_losses") > 0
-    wait_until(lambda: all(service.programs[name]["is_ready"] for name in before), 40, "the lost ones to come back")
+    wait_for_programs(
+        service, lambda there: all(there[name]["is_ready"] for name in before), 40, "the lost ones to come back"
+    )
     after = service.programs
     assert all(after[name]["node"]["node_id"] != victim for name in lost)
     assert {name: after[name]["num_starts"] for name in before if name not in lost} == {
@@ -389,20 +392,20 @@ def test_after_a_loss_that_leaves_too_little_what_fits_runs_the_rest_is_said_and
         places = {name: place_of(short, name) for name in short.programs if name != "router-1"}
         victim = next(place for place in places.values() if list(places.values()).count(place) == 2)
         nodes.kill_node(victim)
-        wait_until(lambda: num_without_room(short) == 2, 40, "two to have no room")
+        wait_for_programs(short, lambda there: num_without_room(there) == 2, 40, "two to have no room")
         (left,) = (name for name, one in short.programs.items() if one["is_ready"] and name != "router-1")
         with ThreadPoolExecutor(1) as pool:
             scaled = pool.submit(short.do, short.client.scale(None, 2))
             wait_until(lambda: scaled.done() or len(short.programs) == 3, 10, "one of them to go")
             assert not scaled.done(), scaled.result()
-            assert num_without_room(short) == 1
+            assert num_without_room(short.programs) == 1
             assert short.programs[left]["is_ready"], "one that has no place goes, rather than one that serves"
             nodes.add_node(1, shelf="x")
             scaled.result(timeout=40)
 
 
-def num_without_room(service):
-    return sum("no node has room for decode-" in one["reason"] for one in service.programs.values())
+def num_without_room(programs):
+    return sum("no node has room for decode-" in one["reason"] for one in programs.values())
 
 
 def test_a_model_that_is_not_on_a_node_is_named_with_the_node(nodes, tmp_path):
