@@ -192,8 +192,8 @@ def _remove_all_but(group_ids: set[str], prefix: str) -> None:
 
 def _table(prefix: str) -> dict[str, Any]:
     """What Ray says of groups that are there, by id."""
-    told = ray.util.placement_group_table()
-    return {key: one for key, one in told.items() if one["name"].startswith(prefix) and one["state"] != "REMOVED"}
+    told = ((key, one) for key, one in ray.util.placement_group_table().items() if one["state"] != "REMOVED")
+    return {key: one for key, one in told if one["name"].rpartition("/")[0] + "/" == prefix}
 
 
 def _group(group_id: str) -> PlacementGroup:

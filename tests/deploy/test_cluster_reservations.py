@@ -161,10 +161,10 @@ async def test_one_that_does_not_fit_keeps_no_other_from_what_is_free(groups):
 
 async def test_a_controller_that_comes_back_knows_what_it_had_and_removes_what_was_never_made(groups):
     await Reservations("x").reserve([worker("one", 3)])
-    await Reservations("other").reserve([worker("one", 1)])
+    await Reservations("x/y").reserve([worker("one", 1)])
     groups.make([{"CPU": 4}], "kvferry/x/two", "detached", [{"ray.io/node-id": "a"}])
     held = Reservations("x")
     await held.adopt()
     assert (held.names, await node_of(held, "one")) == ({"one"}, "a")
     assert await held.reserve([worker("one", 3)]) == ""
-    assert groups.there == {"kvferry/x/one", "kvferry/other/one"}
+    assert groups.there == {"kvferry/x/one", "kvferry/x/y/one"}
