@@ -1,141 +1,41 @@
-"""Which request is to blame for a decode worker's death, if any. Pure: the clock comes in as an argument.
+"""Which requests the loss of a worker is held against. Pure but for the requests' own records: the clock comes in as an argument.
 
-A death counts against a request only if it took part in the worker's steps and nothing from outside explains it. Who started the worker
-tells how it ended when it is back (a signal from outside, or a crash); until then nothing is held against anybody, unless deaths pile
-up. A worker that falls silent hangs, or was stopped or cut off: a request under which two did so, without a token in between, is
-suspect, too. Suspects run apart, on a worker that nobody else uses: one that kills or hangs it there is refused for ten minutes, by
-its fingerprint.
+Only one that took part in the worker's steps can be to blame. A worker that was asked to end, or was cut off together with others,
+accuses nobody. What follows for a request that is accused, suspicion.py knows.
 """
 
-import hashlib
-from array import array
-from collections import OrderedDict
-from dataclasses import dataclass
-from enum import Enum
+import math
+from collections.abc import Sequence
 
-from kvferry.messages import WorkerDescription
-from router.request import GenerationRequest
-
-REFUSED_S = 600.0
-VERDICT_S = 15.0
-"""For a worker to come back and tell; then nothing from outside explains its death."""
-MAX_UNCLEAR = 2
-"""Deaths without a verdict yet, after which a request waits for one."""
-MAX_HANGS = 2
-"""Workers that fell silent under a request, one after the other, after which it runs apart."""
-MAX_CRASHES = 5
-"""A request that took part in so many deaths is given up, wherever it ran."""
-MAX_REFUSED = 10_000
-FROM_OUTSIDE = (1, 2, 3, 9, 15)
-"""HUP, INT, QUIT, KILL, TERM: sent by somebody, be it the kernel for want of memory."""
-OUTSIDE_ENDS = {"code 0", *(f"signal {n}" for n in FROM_OUTSIDE), *(f"code {128 + n}" for n in FROM_OUTSIDE)}
-"""A worker that was asked to end does so orderly, or as a shell says it."""
+from router.live import Live
+from router.members import Member
+from router.suspicion import Death
 
 
-class Verdict(Enum):
-    UNCLEAR = "unclear"
-    OUTSIDE = "outside"
-    CRASH = "crash"
+class Losses:
+    """Of the workers of one router."""
 
+    def __init__(self, silence_s: float):
+        self._silence_s = silence_s
+        self._silent_s = -math.inf
 
-@dataclass(slots=True)
-class Death:
-    """Of a worker, under a request that took part in its steps."""
+    def lost(self, member: Member, lives: Sequence[Live], may_have_died: bool, num_others: int, now: float) -> None:
+        """`lives` ran on that decode worker, beside `num_others` sequences of other routers."""
+        if not lives or not self._accuses(member, now):
+            return
+        was_alone = len(lives) == 1 and lives[0].runs_apart and not num_others
+        for live in lives:
+            if not live.has_begun:
+                continue
+            if may_have_died:
+                live.suspicion.add(Death(member.worker_id, member.description.incarnation, now, was_alone))
+            else:
+                live.suspicion.hung(member.worker_id, was_alone)
 
-    worker_id: str
-    incarnation: str
-    at_s: float
-    was_alone: bool
-    verdict: Verdict = Verdict.UNCLEAR
+    def _accuses(self, member: Member, now: float) -> bool:
+        return not (member.progress.is_draining or (member.fell_silent and self._silent_too(now)))
 
-    def counts(self, now: float) -> bool:
-        if self.verdict is Verdict.UNCLEAR:
-            return now >= self.at_s + VERDICT_S
-        return self.verdict is Verdict.CRASH
-
-
-class Deaths:
-    """Of one request."""
-
-    def __init__(self) -> None:
-        self._deaths: list[Death] = []
-        self._all: list[Death] = []
-        self._num_hangs = 0
-        self.has_hung_alone = False
-        """Its worker fell silent once more, when nobody else was there."""
-        self.last = ""
-        """The worker that it lost last."""
-
-    def add(self, death: Death) -> None:
-        self._deaths.append(death)
-        self._all.append(death)
-        self.last = death.worker_id
-
-    def hung(self, worker_id: str, was_alone: bool) -> None:
-        """Its worker fell silent while it took part in steps."""
-        self._num_hangs += 1
-        self.has_hung_alone |= was_alone and self._num_hangs > MAX_HANGS
-        self.last = worker_id
-
-    @property
-    def are_open(self) -> bool:
-        """It may be to blame for something, and has not gone on through a step since."""
-        return bool(self._deaths) or self._num_hangs >= MAX_HANGS
-
-    def survived(self) -> bool:
-        """It went on elsewhere, through a step: that step was not what kills or hangs workers. Whether there was anything to clear."""
-        had_any = self.are_open
-        self._deaths.clear()
-        self._num_hangs, self.has_hung_alone = 0, False
-        return had_any
-
-    def learn(self, worker: WorkerDescription) -> None:
-        """A worker is (still, or again) there: what became of its earlier life, if it is known."""
-        for death in self._all:
-            if death.worker_id == worker.worker_id and death.verdict is Verdict.UNCLEAR:
-                if death.incarnation == worker.incarnation or worker.previous_end in OUTSIDE_ENDS:
-                    death.verdict = Verdict.OUTSIDE
-                elif worker.previous_end:
-                    death.verdict = Verdict.CRASH
-
-    def is_suspect(self, now: float) -> bool:
-        return self._num_hangs >= MAX_HANGS or any(death.counts(now) for death in self._deaths)
-
-    def is_guilty(self, now: float) -> bool:
-        is_alone = any(death.was_alone for death in self._deaths if death.counts(now))
-        return is_alone or self.has_hung_alone or sum(death.counts(now) for death in self._all) >= MAX_CRASHES
-
-    def waits_for_verdict(self, now: float) -> bool:
-        unclear = [d for d in self._deaths if d.verdict is Verdict.UNCLEAR and not d.counts(now)]
-        return len(unclear) > MAX_UNCLEAR or any(death.was_alone for death in unclear)
-
-
-def fingerprint(request: GenerationRequest) -> bytes:
-    """Of what may crash a worker: the prompt, and how tokens are chosen, but for the seed."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(array("I", request.prompt_tokens).tobytes())
-    fields = {name: getattr(request.sampling, name) for name in request.sampling.__slots__ if name != "seed"}
-    digest.update(repr(sorted(fields.items())).encode())
-    return digest.digest()
-
-
-class Refused:
-    """Fingerprints of requests that killed or hung a worker by themselves."""
-
-    def __init__(self) -> None:
-        self._until: OrderedDict[bytes, float] = OrderedDict()
-
-    def add(self, request: GenerationRequest, now: float) -> None:
-        name = fingerprint(request)
-        self._until[name] = now + REFUSED_S
-        self._until.move_to_end(name)
-        while len(self._until) > MAX_REFUSED:
-            self._until.popitem(last=False)
-
-    def left_s(self, request: GenerationRequest, now: float) -> float:
-        """For how long it is still refused; 0: it is not."""
-        while self._until and next(iter(self._until.values())) <= now:
-            self._until.popitem(last=False)
-        if not self._until:
-            return 0.0
-        return max(self._until.get(fingerprint(request), 0.0) - now, 0.0)
+    def _silent_too(self, now: float) -> bool:
+        """Whether another one that had requests fell silent at about the same time: no request hangs two at once."""
+        before, self._silent_s = self._silent_s, now
+        return now - before < self._silence_s / 2

@@ -21,9 +21,9 @@ from kvferry.streams import StreamEnded
 from loadtest.virtual_time import run_virtual
 from router.journal import FinishReason
 from router.live import Live, LiveState
-from router.losses import VERDICT_S
 from router.placement import POLICIES
 from router.request import GenerationRequest
+from router.suspicion import VERDICT_S
 from tests.cluster import Cluster, Router, cluster
 from tests.drawn import DrawnWorker, Fault
 from tests.faulty_roads import ROADS

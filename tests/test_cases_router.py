@@ -18,11 +18,12 @@ from loadtest.virtual_time import run_virtual
 from router.idempotency import seed_of
 from router.journal import FinishReason
 from router.live import Live, LiveState, wait_all
-from router.losses import MAX_CRASHES, MAX_HANGS, MAX_UNCLEAR, REFUSED_S, VERDICT_S
 from router.metrics import RouterMetrics
 from router.openai_answer import numbers_of
+from router.refused import REFUSED_S
 from router.request import GenerationRequest
 from router.retry_budget import LEAST
+from router.suspicion import MAX_CRASHES, MAX_HANGS, MAX_UNCLEAR, VERDICT_S
 from tests.cluster import Cluster, PacedExecutor, Router, cluster
 from tests.hand_off import POISON, answered, counters, expected, poisoned, prompt_of, start_life, tokens_of
 from tests.in_process import BLOCK, Deployment, Node, deployment, limits_of
@@ -868,7 +869,7 @@ def test_twenty_kills_from_outside_hold_nothing_against_anybody():
                 await asyncio.sleep(0.3)
                 made.start(victim, life, previous_end="signal 9")
                 await made.ready()
-                assert not any(live.deaths.is_suspect(now()) for live in lives)
+                assert not any(live.suspicion.is_suspect(now()) for live in lives)
                 assert not any(member.is_alone for member in made.routers[0].members)
             await wait_all(lives)
             assert lives[0].journal.attempt == 21
@@ -901,7 +902,7 @@ def test_a_stream_that_outlives_one_drained_worker_after_the_other_is_blamed_for
                 await made.kill(old)  # its grace has ended
                 await asyncio.sleep(VERDICT_S / 5)
                 assert live.decode_id == f"d{k}"
-                assert not live.deaths.are_open
+                assert not live.suspicion.is_open
             assert live.journal.attempt == MAX_CRASHES + 2
             await wait_all([live])
             assert tokens_of(live) == wanted(request, 0).tokens
@@ -1267,8 +1268,8 @@ def test_who_waits_for_its_first_step_has_no_part_in_the_one_that_its_worker_die
             await asyncio.sleep(0.5)
             await d.kill("d1")
             await until(lambda: not d.dispatcher.is_ready)
-            assert first.deaths.are_open
-            assert not second.deaths.are_open
+            assert first.suspicion.is_open
+            assert not second.suspicion.is_open
             d.start("d2")
             await wait_all([first, second])
             assert (tokens_of(first), tokens_of(second)) == tuple(
@@ -1290,7 +1291,7 @@ def test_workers_that_fall_silent_together_were_cut_off_and_accuse_nobody_twice(
             for node in nodes:
                 node.executor.hang.clear()
             await until(lambda: d.dispatcher.counters["worker_losses"] == 6)
-            first = {live.deaths.last for live in lives} - {""}
+            first = {live.suspicion.last for live in lives} - {""}
             assert len(first) == 1, "of two workers"
             for node in nodes:
                 node.executor.hang.set()

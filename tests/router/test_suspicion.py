@@ -2,17 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.messages import Role, Sampling, WorkerDescription
-from router.losses import MAX_CRASHES, REFUSED_S, VERDICT_S, Death, Deaths, Refused
-from router.request import GenerationRequest
-from router.retry_budget import LEAST, WINDOW_S, RetryBudget
+from kvferry.messages import Role, WorkerDescription
+from router.suspicion import MAX_CRASHES, VERDICT_S, Death, Suspicion
 
 BACK = WorkerDescription("d1", "second", Role.DECODE, "a:1", "model", "float32", "n", 16, 64, 1000, 500, 1000, 8)
-REQUEST = GenerationRequest((1, 2, 3), Sampling(1, 8))
 
 
 def deaths(*more, was_alone=False):
-    made = Deaths()
+    made = Suspicion()
     for death in more or (Death("d1", "first", 0.0, was_alone),):
         made.add(death)
     return made
@@ -69,12 +66,12 @@ def test_going_on_elsewhere_clears():
 
 
 def test_who_hung_two_workers_without_a_token_in_between_runs_apart_and_who_hangs_that_one_too_is_guilty():
-    found = Deaths()
+    found = Suspicion()
     found.hung("d1", was_alone=False)
-    assert not found.are_open
+    assert not found.is_open
     assert not found.is_suspect(99.0)
     found.hung("d2", was_alone=False)
-    assert found.are_open
+    assert found.is_open
     assert found.is_suspect(0.0)
     assert not found.is_guilty(99.0)
     found.hung("d3", was_alone=False)
@@ -85,37 +82,16 @@ def test_who_hung_two_workers_without_a_token_in_between_runs_apart_and_who_hang
 
 
 def test_a_token_after_hangs_clears():
-    found = Deaths()
+    found = Suspicion()
     for _ in range(2):
         found.hung("d1", was_alone=False)
     assert found.survived()
     assert not found.is_suspect(99.0)
     found.hung("d1", was_alone=True)
-    assert not found.are_open
+    assert not found.is_open
     assert not found.survived()
 
 
 def test_too_many_crashes_are_enough_wherever_they_were():
     found = deaths(*(Death(f"d{k}", "x", 0.0, False) for k in range(MAX_CRASHES)))
     assert found.is_guilty(VERDICT_S)
-
-
-def test_a_fingerprint_is_refused_for_ten_minutes_whatever_its_seed():
-    refused = Refused()
-    assert refused.left_s(REQUEST, 0.0) == 0
-    refused.add(REQUEST, 0.0)
-    again = replace(REQUEST, sampling=replace(REQUEST.sampling, seed=77), priority=3)
-    assert refused.left_s(again, 10.0) == REFUSED_S - 10
-    assert refused.left_s(again, REFUSED_S) == 0
-    assert refused.left_s(replace(REQUEST, prompt_tokens=(1, 2)), 10.0) == 0
-    assert refused.left_s(replace(REQUEST, sampling=replace(REQUEST.sampling, min_tokens=2)), 10.0) == 0
-
-
-def test_retries_are_a_tenth_of_successes_and_never_under_ten():
-    budget = RetryBudget()
-    assert [budget.take(1.0) for _ in range(LEAST + 1)] == [True] * LEAST + [False]
-    for _ in range(300):
-        budget.succeeded(2.0)
-    assert [budget.take(3.0) for _ in range(21)] == [True] * 20 + [False]
-    assert not budget.take(WINDOW_S + 1), "the last window still counts"
-    assert budget.take(3 * WINDOW_S)
