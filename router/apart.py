@@ -40,7 +40,7 @@ class Apart:
 
     def reserve(self, decode: Sequence[Member], now: float) -> None:
         """One of the members, if a suspect waits."""
-        is_wanted = any(live.deaths.is_suspect(now) for live in self._lives.values())
+        is_wanted = any(live.suspicion.is_suspect(now) for live in self._lives.values())
         held = self._reserved
         if held is not None and not (is_wanted and held in decode and held.state == "ready"):
             held.is_alone = False

@@ -7,7 +7,6 @@ never waits for a client. Where a request goes is placer.py's to say, who waits 
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,12 +43,14 @@ from router.decode_link import SILENCE_S, DecodeLink
 from router.idempotency import LiveKeys
 from router.journal import Acceptance
 from router.live import Live, LiveState
-from router.losses import VERDICT_S, Death, Refused
+from router.losses import ENDED_S, Losses
 from router.members import Member, Members
 from router.placement import Placement
 from router.placer import Placer, PlacingRules, num_kv_tokens
+from router.refused import Refused
 from router.request import GenerationRequest
 from router.retry_budget import RetryBudget
+from router.suspicion import RETURN_S, VERDICT_S
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +83,12 @@ class Dispatcher:
         self._queue = FairQueue()
         self._admission = Admission(self._queue, limits.queue, self._short_pool)
         self._apart, self._deadlines = Apart(), Deadlines()
-        self._silent_s = -math.inf
+        self._losses = Losses(silence_s)
         self._retries, self._refused, self._keys = RetryBudget(), Refused(), LiveKeys()
         self._links: dict[str, tuple[DecodeLink, asyncio.Task[None]]] = {}
         self._placed: dict[int, tuple[Member, Member | None]] = {}
+        self._num_prefilling = 0
+        """Of those, the ones for which a prefill worker computes."""
         self._group: asyncio.TaskGroup | None = None
         self._work = Bell()
         self._next_number = 0
@@ -222,7 +225,7 @@ class Dispatcher:
         if left_s:
             self.counters["rejected_harmful"] += 1
             raise InvalidRequest(
-                f"this request has killed or hung the decode worker that it ran on by itself: it is refused for {left_s:.0f} s more; "
+                f"this request has killed or hung the worker that it ran on by itself: it is refused for {left_s:.0f} s more; "
                 "change the prompt or the parameters",
                 code="request_refused",
             )
@@ -233,8 +236,9 @@ class Dispatcher:
         now = self._now()
         self._expire(now)
         if not self._apart.is_idle:
+            sources = self._usable_sources() if any(live.suspicion.has_lost_source for live in self._apart) else []
             for live in self._apart:
-                self._try_apart(live, now)
+                self._try_apart(live, sources, now)
             self._apart.reserve(self.members.of(Role.DECODE), now)
         if not len(self._queue):
             return
@@ -256,8 +260,10 @@ class Dispatcher:
 
     def _wait_in_queue(self, live: Live, now: float) -> None:
         live.queued_s = now
-        if live.deaths.are_open:
+        if live.suspicion.is_open:
             self._apart.push(live)
+            for wait_s in (ENDED_S, RETURN_S, VERDICT_S):
+                self._deadlines.add(now + wait_s, live.number, self._lives)
         else:
             self._queue.push(live)
         self._deadlines.add(self._queue_deadline_s(live), live.number, self._lives)
@@ -274,20 +280,43 @@ class Dispatcher:
         self._open(live, placement, now)
         return True
 
-    def _try_apart(self, live: Live, now: float) -> None:
+    def _usable_sources(self) -> list[Member]:
+        return [member for member in self.members.of(Role.PREFILL) if member.state == "ready"]
+
+    def _try_apart(self, live: Live, sources: list[Member], now: float) -> None:
         """One under whom a worker died: it may have to wait for the cause, to be alone, or to be given up."""
-        if live.deaths.waits_for_verdict(now):
+        self._losses.look_again(live, self.members, now)
+        if live.suspicion.waits_for_verdict(now) or self._waits_for_source(live, sources, now):
             return  # `learn` or the verdict's time wakes
-        if live.deaths.is_guilty(now):
+        if live.suspicion.is_guilty(now):
             self._refused.add(live.request, now)
-            did = "hung" if live.deaths.has_hung_alone else "killed"
-            message = f"the request {did} the decode worker that it ran on ({live.deaths.last}); it is not tried again"
+            did = "hung" if live.suspicion.has_hung_alone else "killed"
+            message = f"the request {did} the worker that it ran on ({live.suspicion.last}); it is not tried again"
+            self._end(live, LiveState.FAILED, EngineFailure(message))
+            return
+        if live.suspicion.is_suspect(now) and self._refused.left_s(live.request, now):
+            message = (
+                f"{live.suspicion.last} was lost under it, and another request like it has killed a worker by itself"
+            )
             self._end(live, LiveState.FAILED, EngineFailure(message))
             return
         placement = self.placer.place(live, now)
         if placement is not None:
             self._apart.discard(live)
             self._open(live, placement, now)
+
+    @staticmethod
+    def _waits_for_source(live: Live, sources: list[Member], now: float) -> bool:
+        """The last prefill worker is not given to one that may have killed another."""
+        if not live.suspicion.has_lost_source:
+            return False
+        left = [member for member in sources if not live.suspicion.has_just_lost(member.description, now)]
+        if len(left) != 1:
+            return False
+        if live.suspicion.waits_for_return(now):
+            return True
+        live.failed_worker_ids.add(left[0].worker_id)
+        return False
 
     def _open(self, live: Live, placement: Placement, now: float) -> None:
         decode = self.members.at_row(placement.decode_row)
@@ -297,6 +326,7 @@ class Dispatcher:
             prefill = source if source.role is Role.PREFILL else None  # a decode worker only hands out what it has
         attempt = live.journal.next_attempt()
         starts, num_tokens, request = live.journal.starts(), live.longest_tokens, live.request
+        live.runs_apart = live.suspicion.is_suspect(now)
         live.source_ids = tuple(self.members.at_row(row).worker_id for row in placement.source_rows)
         # First of all, it goes on its way; none of what follows waits, so that whoever looks next finds all of it done.
         self._links[decode.worker_id][0].send(
@@ -312,16 +342,17 @@ class Dispatcher:
                 priority=request.priority,
                 time_left_s=live.deadline_s - now,
                 local_tokens=placement.local_tokens,
+                apart=live.runs_apart,
             )
         )
         decode.num_active += len(starts)
         decode.active_tokens += num_tokens * len(starts)
         decode.num_placed += 1
-        live.runs_apart = live.deaths.is_suspect(now)
         if live.runs_apart:
             decode.is_alone = True
             self._apart.took(decode)
         if prefill is not None:
+            self._num_prefilling += 1
             prefill.num_active += 1
             prefill.num_placed += 1
             self.members.view.will_compute(prefill.row, live.number, placement.num_missing_tokens, now)
@@ -375,6 +406,7 @@ class Dispatcher:
     def _release_prefill(self, live: Live, placed: tuple[Member, Member | None]) -> None:
         prefill = placed[1]
         if prefill is not None:
+            self._num_prefilling -= 1
             prefill.num_active -= 1
             self.members.view.has_computed(prefill.row, live.number)
             if live.number in self._placed:
@@ -384,7 +416,7 @@ class Dispatcher:
 
     def _joined(self, member: Member) -> None:
         for live in self.lives:
-            live.deaths.learn(member.description)
+            live.suspicion.learn(member.description)
             if not live.fits(member.description):
                 self._end(live, LiveState.FAILED, _other_model(live, member.description))
         if member.role is Role.DECODE and self._group is not None and member.worker_id not in self._links:
@@ -396,11 +428,14 @@ class Dispatcher:
             _, task = self._links.pop(member.worker_id)
             task.cancel()
             self.detached(member, "it is no longer a member", may_have_died=not member.fell_silent)
+        elif member.role is Role.PREFILL:
+            was_used = any(prefill is member for _, prefill in self._placed.values())
+            self._losses.source_left(member, self._lives.values(), was_used, self._now())
 
     def attached(self, member: Member) -> None:
         member.is_attached = True
         for live in self._lives.values():
-            live.deaths.learn(member.description)
+            live.suspicion.learn(member.description)
         self._work.ring()
 
     def detached(self, member: Member, reason: str, may_have_died: bool) -> None:
@@ -409,28 +444,12 @@ class Dispatcher:
         lost = [live for live in self._lives.values() if self._is_on(live, member)]
         if was_attached and lost:
             logger.warning("%d requests go on elsewhere than on %s: %s", len(lost), member.worker_id, reason)
-        # One that was asked to end, or was cut off with others, accuses nobody.
-        accuses = not (member.progress.is_draining or (member.fell_silent and lost and self._silent_too(self._now())))
         now, num_others = self._now(), int(self.members.view.ints["foreign_active"][member.row])
-        was_alone = len(lost) == 1 and lost[0].runs_apart and not num_others
+        self._losses.decode_lost(member, lost, not may_have_died, num_others, now)
         for live in lost:
             self.counters["worker_losses"] += 1
-            if live.has_begun and accuses:
-                self._hold_against(live, member, may_have_died, was_alone, now)
             self._queue_again(live, f"its decode worker was lost: {reason}", is_loss=True)
         self._work.ring()
-
-    def _silent_too(self, now: float) -> bool:
-        """Whether another one that had requests fell silent at about the same time: no request hangs two at once."""
-        before, self._silent_s = self._silent_s, now
-        return now - before < self._silence_s / 2
-
-    def _hold_against(self, live: Live, member: Member, may_have_died: bool, was_alone: bool, now: float) -> None:
-        if not may_have_died:
-            live.deaths.hung(member.worker_id, was_alone)
-            return
-        live.deaths.add(Death(member.worker_id, member.description.incarnation, now, was_alone))
-        self._deadlines.add(now + VERDICT_S, live.number, self._lives)
 
     def _is_on(self, live: Live, member: Member) -> bool:
         placed = self._placed.get(live.number)
@@ -471,7 +490,7 @@ class Dispatcher:
         if acceptance is Acceptance.GAP:
             self._skipped(member, live)
             return
-        if live.deaths.survived() and live.runs_apart:
+        if live.suspicion.survived() and live.runs_apart:
             live.runs_apart = member.is_alone = False
         live.instants_s["last_token"] = self._now() - live.accepted_s
         live.changed.ring()
@@ -507,8 +526,12 @@ class Dispatcher:
         elif end.reason is ChoiceEndReason.UNPLACED:
             live.failed_worker_ids |= set(end.failed_source_ids)
             self.counters["unplaced"] += 1
+            if end.lost_source is not None:
+                self.counters["source_losses"] += 1
+                namesake = self.members.get(end.lost_source.worker_id)
+                self._losses.source_lost(live, end.lost_source, namesake, self._now())
             self._cancel_on_worker(live)
-            self._queue_again(live, end.detail)
+            self._queue_again(live, end.detail, is_loss=end.lost_source is not None)
         else:
             self._end(live, LiveState.FAILED, _error_of(end))
             self._cancel_on(member, live)
@@ -588,8 +611,7 @@ class Dispatcher:
 
     def _short_pool(self) -> str:
         """Decode workers are full of requests that wait for prefill, and do so for longer than they will decode; or of others."""
-        num_waiting = sum(prefill is not None for _, prefill in self._placed.values())
-        is_prefill = 2 * num_waiting > len(self._placed) and self.placer.is_prefill_behind(self._now())
+        is_prefill = 2 * self._num_prefilling > len(self._placed) and self.placer.is_prefill_behind(self._now())
         return "prefill" if is_prefill else "decode"
 
     def _next_timeout(self) -> float | None:

@@ -12,8 +12,8 @@ from kvferry.messages import Sampling, StartReport, WorkerDescription
 from kvferry.text.model_text import ModelText
 from router.index import keys_of
 from router.journal import Delta, Journal
-from router.losses import Deaths
 from router.request import GenerationRequest, Summary
+from router.suspicion import Suspicion
 
 
 class LiveState(Enum):
@@ -66,7 +66,7 @@ class Live:
         self.placed_choices = 0
         self.placed_tokens = 0
         self.failed_worker_ids: set[str] = set()
-        self.deaths = Deaths()
+        self.suspicion = Suspicion()
         self.runs_apart = False
         """It was placed where nobody else is, and nobody else may be."""
         self.has_begun = False

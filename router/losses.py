@@ -1,141 +1,91 @@
-"""Which request is to blame for a decode worker's death, if any. Pure: the clock comes in as an argument.
+"""Which requests the loss of a worker is held against. Pure but for the requests' own records: the clock comes in as an argument.
 
-A death counts against a request only if it took part in the worker's steps and nothing from outside explains it. Who started the worker
-tells how it ended when it is back (a signal from outside, or a crash); until then nothing is held against anybody, unless deaths pile
-up. A worker that falls silent hangs, or was stopped or cut off: a request under which two did so, without a token in between, is
-suspect, too. Suspects run apart, on a worker that nobody else uses: one that kills or hangs it there is refused for ten minutes, by
-its fingerprint.
+Only one that took part in the worker's step can be to blame. Of a decode worker the router knows that from the worker itself, of a
+prefill worker from the decode worker that fetched there. A worker that was asked to end, or was cut off together with others, accuses
+nobody; nor does one that is still a member a while after it was said to be lost. What follows for the accused, suspicion.py knows.
 """
 
-import hashlib
-from array import array
+import math
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-from kvferry.messages import WorkerDescription
-from router.request import GenerationRequest
+from kvferry.messages import LostSource
+from router.live import Live
+from router.members import Member, Members
+from router.suspicion import RETURN_S, Loss, Verdict
 
-REFUSED_S = 600.0
-VERDICT_S = 15.0
-"""For a worker to come back and tell; then nothing from outside explains its death."""
-MAX_UNCLEAR = 2
-"""Deaths without a verdict yet, after which a request waits for one."""
-MAX_HANGS = 2
-"""Workers that fell silent under a request, one after the other, after which it runs apart."""
-MAX_CRASHES = 5
-"""A request that took part in so many deaths is given up, wherever it ran."""
-MAX_REFUSED = 10_000
-FROM_OUTSIDE = (1, 2, 3, 9, 15)
-"""HUP, INT, QUIT, KILL, TERM: sent by somebody, be it the kernel for want of memory."""
-OUTSIDE_ENDS = {"code 0", *(f"signal {n}" for n in FROM_OUTSIDE), *(f"code {128 + n}" for n in FROM_OUTSIDE)}
-"""A worker that was asked to end does so orderly, or as a shell says it."""
+ENDED_S = 0.25
+"""The streams of a process that has ended end together."""
+MAX_REMEMBERED = 1024
 
 
-class Verdict(Enum):
-    UNCLEAR = "unclear"
-    OUTSIDE = "outside"
-    CRASH = "crash"
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    """How a prefill worker left: a decode worker may tell of it later."""
 
-
-@dataclass(slots=True)
-class Death:
-    """Of a worker, under a request that took part in its steps."""
-
-    worker_id: str
     incarnation: str
-    at_s: float
-    was_alone: bool
-    verdict: Verdict = Verdict.UNCLEAR
-
-    def counts(self, now: float) -> bool:
-        if self.verdict is Verdict.UNCLEAR:
-            return now >= self.at_s + VERDICT_S
-        return self.verdict is Verdict.CRASH
+    verdict: Verdict
 
 
-class Deaths:
-    """Of one request."""
+class Losses:
+    """Of the workers of one router."""
 
-    def __init__(self) -> None:
-        self._deaths: list[Death] = []
-        self._all: list[Death] = []
-        self._num_hangs = 0
-        self.has_hung_alone = False
-        """Its worker fell silent once more, when nobody else was there."""
-        self.last = ""
-        """The worker that it lost last."""
+    def __init__(self, silence_s: float):
+        self._silence_s = silence_s
+        self._silent_s = -math.inf
+        self._gone: OrderedDict[str, _Gone] = OrderedDict()
 
-    def add(self, death: Death) -> None:
-        self._deaths.append(death)
-        self._all.append(death)
-        self.last = death.worker_id
+    def decode_lost(self, member: Member, lives: Sequence[Live], is_silent: bool, num_others: int, now: float) -> None:
+        """`lives` were there, beside `num_others` sequences of other routers."""
+        verdict = self._verdict(member, is_silent, bool(lives), now)
+        if verdict is Verdict.OUTSIDE:
+            return
+        was_alone = len(lives) == 1 and lives[0].runs_apart and not num_others
+        for live in lives:
+            if live.has_begun:
+                loss = Loss(member.worker_id, member.description.incarnation, now, was_alone, verdict)
+                live.suspicion.add(loss)
 
-    def hung(self, worker_id: str, was_alone: bool) -> None:
-        """Its worker fell silent while it took part in steps."""
-        self._num_hangs += 1
-        self.has_hung_alone |= was_alone and self._num_hangs > MAX_HANGS
-        self.last = worker_id
+    def source_lost(self, live: Live, lost: LostSource, member: Member | None, now: float) -> None:
+        """It computed for that request. `member` is who has its name now: be it the same, which the router has not missed yet."""
+        gone = self._gone.get(lost.worker_id)
+        verdict = gone.verdict if gone is not None and gone.incarnation == lost.incarnation else Verdict.UNCLEAR
+        missed_s = RETURN_S if lost.is_hung else ENDED_S
+        loss = Loss(lost.worker_id, lost.incarnation, now, live.runs_apart, verdict, True, missed_s)
+        if member is not None and loss.is_of(member.description):
+            if not member.progress.is_draining:
+                live.suspicion.add(loss)
+        elif verdict is not Verdict.OUTSIDE:
+            live.suspicion.add(loss)
+            if member is not None:
+                live.suspicion.learn(member.description)
 
-    @property
-    def are_open(self) -> bool:
-        """It may be to blame for something, and has not gone on through a step since."""
-        return bool(self._deaths) or self._num_hangs >= MAX_HANGS
+    def source_left(self, member: Member, lives: Iterable[Live], was_used: bool, now: float) -> None:
+        """A prefill worker is no member any more: what that means for the requests under which it was lost."""
+        verdict = self._verdict(member, member.fell_silent, was_used, now)
+        self._gone[member.worker_id] = _Gone(member.description.incarnation, verdict)
+        self._gone.move_to_end(member.worker_id)
+        while len(self._gone) > MAX_REMEMBERED:
+            self._gone.popitem(last=False)
+        for live in lives:
+            live.suspicion.settle(member.description, verdict)
 
-    def survived(self) -> bool:
-        """It went on elsewhere, through a step: that step was not what kills or hangs workers. Whether there was anything to clear."""
-        had_any = self.are_open
-        self._deaths.clear()
-        self._num_hangs, self.has_hung_alone = 0, False
-        return had_any
+    def look_again(self, live: Live, members: Members, now: float) -> None:
+        """Who would have left by now, and has not, was not lost."""
+        for loss in live.suspicion.unclear(now):
+            member = members.get(loss.worker_id)
+            if member is not None and loss.is_of(member.description) and now >= loss.at_s + 2 * self._silence_s:
+                live.suspicion.learn(member.description)
 
-    def learn(self, worker: WorkerDescription) -> None:
-        """A worker is (still, or again) there: what became of its earlier life, if it is known."""
-        for death in self._all:
-            if death.worker_id == worker.worker_id and death.verdict is Verdict.UNCLEAR:
-                if death.incarnation == worker.incarnation or worker.previous_end in OUTSIDE_ENDS:
-                    death.verdict = Verdict.OUTSIDE
-                elif worker.previous_end:
-                    death.verdict = Verdict.CRASH
+    def _verdict(self, member: Member, is_silent: bool, had_requests: bool, now: float) -> Verdict:
+        if member.progress.is_draining:
+            return Verdict.OUTSIDE
+        if not is_silent:
+            return Verdict.UNCLEAR
+        return Verdict.OUTSIDE if had_requests and self._silent_too(now) else Verdict.HANG
 
-    def is_suspect(self, now: float) -> bool:
-        return self._num_hangs >= MAX_HANGS or any(death.counts(now) for death in self._deaths)
-
-    def is_guilty(self, now: float) -> bool:
-        is_alone = any(death.was_alone for death in self._deaths if death.counts(now))
-        return is_alone or self.has_hung_alone or sum(death.counts(now) for death in self._all) >= MAX_CRASHES
-
-    def waits_for_verdict(self, now: float) -> bool:
-        unclear = [d for d in self._deaths if d.verdict is Verdict.UNCLEAR and not d.counts(now)]
-        return len(unclear) > MAX_UNCLEAR or any(death.was_alone for death in unclear)
-
-
-def fingerprint(request: GenerationRequest) -> bytes:
-    """Of what may crash a worker: the prompt, and how tokens are chosen, but for the seed."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(array("I", request.prompt_tokens).tobytes())
-    fields = {name: getattr(request.sampling, name) for name in request.sampling.__slots__ if name != "seed"}
-    digest.update(repr(sorted(fields.items())).encode())
-    return digest.digest()
-
-
-class Refused:
-    """Fingerprints of requests that killed or hung a worker by themselves."""
-
-    def __init__(self) -> None:
-        self._until: OrderedDict[bytes, float] = OrderedDict()
-
-    def add(self, request: GenerationRequest, now: float) -> None:
-        name = fingerprint(request)
-        self._until[name] = now + REFUSED_S
-        self._until.move_to_end(name)
-        while len(self._until) > MAX_REFUSED:
-            self._until.popitem(last=False)
-
-    def left_s(self, request: GenerationRequest, now: float) -> float:
-        """For how long it is still refused; 0: it is not."""
-        while self._until and next(iter(self._until.values())) <= now:
-            self._until.popitem(last=False)
-        if not self._until:
-            return 0.0
-        return max(self._until.get(fingerprint(request), 0.0) - now, 0.0)
+    def _silent_too(self, now: float) -> bool:
+        """Whether another one that had requests fell silent at about the same time: no request hangs two at once."""
+        before, self._silent_s = self._silent_s, now
+        return now - before < self._silence_s / 2

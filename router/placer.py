@@ -126,7 +126,7 @@ class Placer:
             slo_tpot_s=self.rules.slo_tpot_s if request.slo_tpot_s is None else request.slo_tpot_s,
             failed_rows=self._rows(live.failed_worker_ids),
             local_tokens=self.rules.local_tokens,
-            runs_apart=live.deaths.is_suspect(now),
+            runs_apart=live.suspicion.is_suspect(now),
             computes_all=live.wants_prompt_logprobs,
             explains=request.explains,
         )

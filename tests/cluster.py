@@ -253,6 +253,7 @@ class Cluster:
         dispatcher, members, view = router.dispatcher, router.members, router.members.view
         assert not dispatcher.lives
         assert not dispatcher._placed
+        assert not dispatcher._num_prefilling
         assert dispatcher._apart.is_idle
         assert not dispatcher._keys._entries
         queue = dispatcher._queue

@@ -11,24 +11,23 @@ from typing import Any
 import pytest
 
 from kvferry.engine.engine import Engine, fake_engine
-from kvferry.engine.plan import Plan, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, EngineLost, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Refusal, Sampling
 from loadtest.virtual_time import run_virtual
 from router.idempotency import seed_of
 from router.journal import FinishReason
 from router.live import Live, LiveState, wait_all
-from router.losses import MAX_CRASHES, MAX_HANGS, MAX_UNCLEAR, REFUSED_S, VERDICT_S
 from router.metrics import RouterMetrics
 from router.openai_answer import numbers_of
+from router.refused import REFUSED_S
 from router.request import GenerationRequest
 from router.retry_budget import LEAST
-from tests.cluster import Cluster, PacedExecutor, Router, cluster
+from router.suspicion import MAX_CRASHES, MAX_HANGS, MAX_UNCLEAR, VERDICT_S
+from tests.cluster import PacedExecutor, Router, cluster
 from tests.hand_off import POISON, answered, counters, expected, poisoned, prompt_of, start_life, tokens_of
-from tests.in_process import BLOCK, Deployment, Node, deployment, limits_of
+from tests.in_process import BLOCK, Deployment, deployment, limits_of
+from tests.killers import KILLER, HangingExecutor, Mortal
 from tests.router_schedules import Reading, Wanted, wanted
-
-MARKED = 13
 
 
 async def until(is_so: Callable[[], Any], limit_s: float = 60.0) -> float:
@@ -694,48 +693,6 @@ def test_who_would_get_its_first_token_too_late_is_refused_when_it_comes_and_who
 # --------------------------------------------------------------------------------------------------------- whose fault it was
 
 
-class KillerExecutor(PacedExecutor):
-    """Its worker dies in the step in which a marked prompt's tail runs."""
-
-    die: Callable[[], None] = staticmethod(lambda: None)
-
-    async def execute(self, plan: Plan) -> StepResult:
-        if any(chunk.tokens.count(MARKED) >= BLOCK for chunk in plan.chunks):
-            self.die()
-            await asyncio.get_running_loop().create_future()
-        return await super().execute(plan)
-
-
-class Mortal:
-    """Decode workers that crash under a marked prompt and are started again a moment later, as a supervisor does."""
-
-    def __init__(self, made: Cluster, *names: str):
-        self.made, self.num_deaths, self._lives = made, 0, 1
-        for name in names:
-            self._start(name, "")
-
-    def _start(self, name: str, previous_end: str) -> Node:
-        node = self.made.start(name, self._lives, previous_end=previous_end)
-        executor = KillerExecutor(node.engine.runner)
-        executor.die = lambda: self._die(name)
-        node.executor = executor
-        node.worker.loop._executor = executor  # type: ignore[union-attr]
-        return node
-
-    def _die(self, name: str) -> None:
-        self.made.group.create_task(self._die_and_come_back(name))
-
-    async def _die_and_come_back(self, name: str) -> None:
-        self.num_deaths += 1
-        await self.made.kill(name)
-        await asyncio.sleep(1.0)
-        self._lives += 1
-        self._start(name, "signal 11")
-
-
-KILLER = GenerationRequest((*prompt_of(30, "killer"), *[MARKED] * BLOCK), Sampling(0, 8, 0.0))
-
-
 def test_a_request_that_kills_its_worker_is_found_out_and_refused_and_the_innocent_go_on_exactly():
     """Also where the worker dies at the very beginning of the step: who takes part in it has been said before."""
 
@@ -748,7 +705,7 @@ def test_a_request_that_kills_its_worker_is_found_out_and_refused_and_the_innoce
             streams = [dispatcher.submit(request) for request in innocents]
             await until(lambda: all(tokens_of(live) for live in streams))
             killer = dispatcher.submit(KILLER)
-            with pytest.raises(EngineFailure, match="killed the decode worker"):
+            with pytest.raises(EngineFailure, match="killed the worker"):
                 await wait_all([killer])
             num_deaths = mortal.num_deaths
             assert num_deaths <= MAX_UNCLEAR + 2, "until it waits for a verdict, and once apart"
@@ -777,15 +734,6 @@ def test_a_request_that_kills_its_worker_is_found_out_and_refused_and_the_innoce
     run_virtual(main)
 
 
-class HangingExecutor(PacedExecutor):
-    """The step in which a marked prompt's tail runs never ends."""
-
-    async def execute(self, plan: Plan) -> StepResult:
-        if any(chunk.tokens.count(MARKED) >= BLOCK for chunk in plan.chunks):
-            await asyncio.get_running_loop().create_future()
-        return await super().execute(plan)
-
-
 def test_a_request_that_hangs_its_workers_is_found_out_and_refused_before_it_has_hung_the_pool():
     """A hung engine's worker joins again and again, as the life that it was."""
 
@@ -801,7 +749,7 @@ def test_a_request_that_hangs_its_workers_is_found_out_and_refused_before_it_has
             streams = [dispatcher.submit(request) for request in innocents]
             await until(lambda: all(tokens_of(live) for live in streams))
             killer = dispatcher.submit(KILLER)
-            with pytest.raises(EngineFailure, match="hung the decode worker"):
+            with pytest.raises(EngineFailure, match="hung the worker"):
                 await wait_all([killer])
             assert killer.journal.attempt == MAX_HANGS + 1
             with pytest.raises(InvalidRequest, match="killed or hung") as caught:
@@ -868,7 +816,7 @@ def test_twenty_kills_from_outside_hold_nothing_against_anybody():
                 await asyncio.sleep(0.3)
                 made.start(victim, life, previous_end="signal 9")
                 await made.ready()
-                assert not any(live.deaths.is_suspect(now()) for live in lives)
+                assert not any(live.suspicion.is_suspect(now()) for live in lives)
                 assert not any(member.is_alone for member in made.routers[0].members)
             await wait_all(lives)
             assert lives[0].journal.attempt == 21
@@ -901,7 +849,7 @@ def test_a_stream_that_outlives_one_drained_worker_after_the_other_is_blamed_for
                 await made.kill(old)  # its grace has ended
                 await asyncio.sleep(VERDICT_S / 5)
                 assert live.decode_id == f"d{k}"
-                assert not live.deaths.are_open
+                assert not live.suspicion.is_open
             assert live.journal.attempt == MAX_CRASHES + 2
             await wait_all([live])
             assert tokens_of(live) == wanted(request, 0).tokens
@@ -1267,8 +1215,8 @@ def test_who_waits_for_its_first_step_has_no_part_in_the_one_that_its_worker_die
             await asyncio.sleep(0.5)
             await d.kill("d1")
             await until(lambda: not d.dispatcher.is_ready)
-            assert first.deaths.are_open
-            assert not second.deaths.are_open
+            assert first.suspicion.is_open
+            assert not second.suspicion.is_open
             d.start("d2")
             await wait_all([first, second])
             assert (tokens_of(first), tokens_of(second)) == tuple(
@@ -1290,7 +1238,7 @@ def test_workers_that_fall_silent_together_were_cut_off_and_accuse_nobody_twice(
             for node in nodes:
                 node.executor.hang.clear()
             await until(lambda: d.dispatcher.counters["worker_losses"] == 6)
-            first = {live.deaths.last for live in lives} - {""}
+            first = {live.suspicion.last for live in lives} - {""}
             assert len(first) == 1, "of two workers"
             for node in nodes:
                 node.executor.hang.set()

@@ -20,7 +20,7 @@ def members(*loads):
 
 
 def suspect(number=1, is_suspect=True):
-    return SimpleNamespace(number=number, deaths=SimpleNamespace(is_suspect=lambda now: is_suspect))
+    return SimpleNamespace(number=number, suspicion=SimpleNamespace(is_suspect=lambda now: is_suspect))
 
 
 def apart_with(*lives):

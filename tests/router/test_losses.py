@@ -1,121 +1,114 @@
+"""Whom a lost worker accuses."""
+
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvferry.messages import Role, Sampling, WorkerDescription
-from router.losses import MAX_CRASHES, REFUSED_S, VERDICT_S, Death, Deaths, Refused
-from router.request import GenerationRequest
-from router.retry_budget import LEAST, WINDOW_S, RetryBudget
+from kvferry.messages import LostSource, Role, WorkerDescription, WorkerProgress
+from router.losses import Losses
+from router.members import Member
+from router.suspicion import MAX_HANGS, RETURN_S, VERDICT_S, Suspicion
+from router.view import WorkerView
 
-BACK = WorkerDescription("d1", "second", Role.DECODE, "a:1", "model", "float32", "n", 16, 64, 1000, 500, 1000, 8)
-REQUEST = GenerationRequest((1, 2, 3), Sampling(1, 8))
+P1 = WorkerDescription("p1", "first", Role.PREFILL, "a:1", "model", "float32", "n", 16, 64, 1000, 500, 1000, 8)
+SILENCE_S = 3.0
 
 
-def deaths(*more, was_alone=False):
-    made = Deaths()
-    for death in more or (Death("d1", "first", 0.0, was_alone),):
-        made.add(death)
+def member_of(description: WorkerDescription = P1, is_draining: bool = False, fell_silent: bool = False) -> Member:
+    made = Member(description, WorkerView())
+    made.progress, made.fell_silent = WorkerProgress(is_draining=is_draining), fell_silent
     return made
 
 
-def test_at_first_nothing_is_held_against_anybody():
-    assert not deaths().is_suspect(1.0)
-    assert not deaths().waits_for_verdict(1.0)
+def live_of(has_begun: bool = True, runs_apart: bool = False) -> Any:
+    return SimpleNamespace(has_begun=has_begun, runs_apart=runs_apart, suspicion=Suspicion())
 
 
-@pytest.mark.parametrize("end", ["signal 9", "signal 15", "signal 2"])
-def test_a_signal_from_outside_clears_everybody(end):
-    found = deaths(was_alone=True)
-    found.learn(replace(BACK, previous_end=end))
-    for now in (1.0, VERDICT_S + 1):
-        assert not found.is_suspect(now)
-        assert not found.is_guilty(now)
+def losses() -> Losses:
+    return Losses(SILENCE_S)
 
 
-@pytest.mark.parametrize("end", ["signal 11", "signal 6", "code 1"])
-def test_a_crash_makes_suspects_who_run_apart_and_the_one_that_crashes_alone_is_guilty(end):
-    found, alone = deaths(), deaths(was_alone=True)
-    for one in (found, alone):
-        one.learn(replace(BACK, previous_end=end))
-    assert found.is_suspect(1.0)
-    assert not found.is_guilty(1.0)
-    assert alone.is_guilty(1.0)
+def lost(is_hung: bool = False) -> LostSource:
+    return LostSource("p1", "first", is_hung)
 
 
-def test_a_worker_that_is_still_the_same_has_not_died():
-    found = deaths()
-    found.learn(replace(BACK, incarnation="first"))
-    assert not found.is_suspect(VERDICT_S + 1)
+def test_only_who_took_part_is_accused_and_nobody_by_a_worker_that_drains():
+    for is_draining, accused in ((False, [True, False]), (True, [False, False])):
+        lives = [live_of(), live_of(has_begun=False)]
+        losses().decode_lost(member_of(is_draining=is_draining), lives, False, 0, 1.0)
+        assert [live.suspicion.is_open for live in lives] == accused
 
 
-def test_without_a_word_from_outside_a_death_counts_after_a_while():
-    assert not deaths().is_suspect(VERDICT_S - 1)
-    assert deaths().is_suspect(VERDICT_S)
+@pytest.mark.parametrize("apart_s", [0.1, SILENCE_S])
+def test_of_two_that_fall_silent_together_only_the_first_accuses_whoever_sees_it(apart_s):
+    """Their streams to the router may fall silent before they are missed as members."""
+    of, lives = losses(), [live_of(), live_of()]
+    for number, live in enumerate(lives):
+        of.decode_lost(member_of(), [live], True, 0, 1.0 + number * apart_s)
+    assert [bool(live.suspicion.last) for live in lives] == [True, apart_s == SILENCE_S]
 
 
-def test_who_was_alone_or_lost_several_waits_for_the_verdict_and_no_longer():
-    several = deaths(*(Death(f"d{k}", "x", 0.0, False) for k in range(3)))
-    for one in (deaths(was_alone=True), several):
-        assert one.waits_for_verdict(1.0)
-        assert not one.waits_for_verdict(VERDICT_S)
+def test_a_source_is_held_against_a_request_whether_the_router_missed_it_before_or_after():
+    for is_missed_first in (False, True):
+        of, live, member = losses(), live_of(), member_of()
+        if is_missed_first:
+            of.source_left(member, [live], True, 1.0)
+            of.source_lost(live, lost(), None, 1.1)
+        else:
+            of.source_lost(live, lost(), member, 1.0)
+            of.source_left(member, [live], True, 1.1)
+        assert live.suspicion.has_lost_source
+        assert not live.suspicion.is_suspect(2.0)
+        live.suspicion.learn(replace(P1, incarnation="second", previous_end="signal 11"))
+        assert live.suspicion.is_suspect(2.0)
 
 
-def test_going_on_elsewhere_clears():
-    found = deaths()
-    found.learn(replace(BACK, previous_end="signal 11"))
-    assert found.survived()
-    assert not found.is_suspect(99.0)
-    assert not found.survived()
+def test_how_it_ended_may_be_known_before_it_is_said_to_be_lost():
+    for end, is_suspect in (("signal 11", True), ("signal 9", False)):
+        of, live = losses(), live_of()
+        of.source_left(member_of(), [live], True, 1.0)
+        of.source_lost(live, lost(), member_of(replace(P1, incarnation="second", previous_end=end)), 4.0)
+        assert live.suspicion.is_suspect(4.0) is is_suspect
 
 
-def test_who_hung_two_workers_without_a_token_in_between_runs_apart_and_who_hangs_that_one_too_is_guilty():
-    found = Deaths()
-    found.hung("d1", was_alone=False)
-    assert not found.are_open
-    assert not found.is_suspect(99.0)
-    found.hung("d2", was_alone=False)
-    assert found.are_open
-    assert found.is_suspect(0.0)
-    assert not found.is_guilty(99.0)
-    found.hung("d3", was_alone=False)
-    assert not found.is_guilty(99.0), "others were there"
-    found.hung("d4", was_alone=True)
-    assert found.is_guilty(0.0)
-    assert found.last == "d4"
+def test_a_source_that_falls_silent_hangs():
+    of, live = losses(), live_of()
+    for number in range(MAX_HANGS):
+        name, at_s = f"p{number}", 10.0 * number
+        member = member_of(replace(P1, worker_id=name), fell_silent=True)
+        of.source_lost(live, LostSource(name, "first", is_hung=True), member, at_s)
+        assert live.suspicion.has_just_lost(member.description, at_s + RETURN_S - 1)
+        of.source_left(member, [live], True, at_s + 1)
+    assert live.suspicion.is_suspect(30.0)
+    assert not live.suspicion.unclear(30.0)
 
 
-def test_a_token_after_hangs_clears():
-    found = Deaths()
-    for _ in range(2):
-        found.hung("d1", was_alone=False)
-    assert found.survived()
-    assert not found.is_suspect(99.0)
-    found.hung("d1", was_alone=True)
-    assert not found.are_open
-    assert not found.survived()
+@pytest.mark.parametrize("is_missed", [False, True])
+def test_a_source_that_drains_accuses_nobody(is_missed):
+    of, live, member = losses(), live_of(), member_of(is_draining=True)
+    if is_missed:
+        of.source_left(member, [live], True, 1.0)
+    of.source_lost(live, lost(), None if is_missed else member, 1.1)
+    assert not live.suspicion.is_open
 
 
-def test_too_many_crashes_are_enough_wherever_they_were():
-    found = deaths(*(Death(f"d{k}", "x", 0.0, False) for k in range(MAX_CRASHES)))
-    assert found.is_guilty(VERDICT_S)
+def test_a_source_that_is_still_a_member_was_not_lost():
+    of, live, member = losses(), live_of(), member_of()
+    members: Any = SimpleNamespace(get=lambda name: member)
+    of.source_lost(live, lost(is_hung=True), member, 1.0)
+    of.look_again(live, members, 1.0 + SILENCE_S)
+    assert live.suspicion.has_lost_source
+    of.look_again(live, members, 1.0 + 2 * SILENCE_S)
+    assert not live.suspicion.has_lost_source
+    assert not live.suspicion.is_suspect(1.0 + VERDICT_S)
 
 
-def test_a_fingerprint_is_refused_for_ten_minutes_whatever_its_seed():
-    refused = Refused()
-    assert refused.left_s(REQUEST, 0.0) == 0
-    refused.add(REQUEST, 0.0)
-    again = replace(REQUEST, sampling=replace(REQUEST.sampling, seed=77), priority=3)
-    assert refused.left_s(again, 10.0) == REFUSED_S - 10
-    assert refused.left_s(again, REFUSED_S) == 0
-    assert refused.left_s(replace(REQUEST, prompt_tokens=(1, 2)), 10.0) == 0
-    assert refused.left_s(replace(REQUEST, sampling=replace(REQUEST.sampling, min_tokens=2)), 10.0) == 0
-
-
-def test_retries_are_a_tenth_of_successes_and_never_under_ten():
-    budget = RetryBudget()
-    assert [budget.take(1.0) for _ in range(LEAST + 1)] == [True] * LEAST + [False]
-    for _ in range(300):
-        budget.succeeded(2.0)
-    assert [budget.take(3.0) for _ in range(21)] == [True] * 20 + [False]
-    assert not budget.take(WINDOW_S + 1), "the last window still counts"
-    assert budget.take(3 * WINDOW_S)
+def test_a_suspect_that_was_alone_in_its_step_is_guilty_once_it_is_clear_that_it_was_a_crash():
+    of, live = losses(), live_of(runs_apart=True)
+    of.source_lost(live, lost(), None, 1.0)
+    assert live.suspicion.waits_for_verdict(2.0)
+    assert not live.suspicion.is_guilty(2.0)
+    live.suspicion.learn(replace(P1, incarnation="second", previous_end="signal 11"))
+    assert live.suspicion.is_guilty(2.0)
