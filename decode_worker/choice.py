@@ -68,7 +68,7 @@ class Choice:
         self.num_passed = 0
         self.state = State.WAITING
         self.has_warmed = False
-        self.has_begun = False
+        self.is_in_step = False  # in the last one that was planned
         self.num_tries_at_source = 0
         self.num_high_water = 0  # tokens that had KV before a preemption
         self.num_local_tokens = 0

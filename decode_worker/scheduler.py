@@ -8,7 +8,7 @@ whatever reason, each looks again. Local computing is shared by claims that live
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -41,7 +41,14 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The choice takes part in the next step, for the first time."""
+    """The choice takes part in the next step, and did not in the one before it."""
+
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """The choice does not take part in the next step, and did in the one before it."""
 
     choice: Choice
 
@@ -62,7 +69,7 @@ class Ended:
     detail: str = ""
 
 
-Event = Token | Begun | Scored | Ended
+Event = Token | Begun | Paused | Scored | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +197,14 @@ class DecodeScheduler:
         chunks = list(self._next_tokens())
         chunks += self._catch_up(now, is_yielding=bool(chunks))
         kept = tuple(chunk for chunk in chunks if self._is_running(chunk.sequence_id))
-        for choice in (self._choices[chunk.sequence_id] for chunk in kept):
-            if not choice.has_begun:
-                choice.has_begun = True
-                self._events.append(Begun(choice))
+        self._tell_who_takes_part({chunk.sequence_id for chunk in kept})
         return Plan(step, kept) if kept else None
+
+    def _tell_who_takes_part(self, sequence_ids: Set[int]) -> None:
+        for number, choice in self._choices.items():
+            if choice.is_in_step != (number in sequence_ids):
+                choice.is_in_step = not choice.is_in_step
+                self._events.append(Begun(choice) if choice.is_in_step else Paused(choice))
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
         del now

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.choice import Choice
 from decode_worker.fetches import FetchOrder
-from decode_worker.scheduler import Begun, DecodeScheduler, Ended, Scored, Token
+from decode_worker.scheduler import Begun, DecodeScheduler, Ended, Paused, Scored, Token
 from kvferry.bell import Bell
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import FetchFailed, InvalidRequest
@@ -70,7 +70,8 @@ class _Session:
     def __init__(self, stream: Stream[DecodeMessage, RouterMessage]):
         self.stream = stream
         self.router_life = ""
-        self.begun: list[int] = []
+        self.takes_part: dict[int, bool] = {}
+        """Requests that came into the steps, or are left out of them, since the router heard of it."""
         self.requests: dict[int, _Request] = {}
         self.is_open = True
         self.tokens: list[NewTokens] = []
@@ -80,7 +81,7 @@ class _Session:
         self.has_news = Bell()
 
     def take_output(self, step: int) -> StepOutput | None:
-        if not (self.tokens or self.prompt_logprobs or self.ends or self.begun):
+        if not (self.tokens or self.prompt_logprobs or self.ends or self.takes_part):
             return None
         output = StepOutput(
             step,
@@ -88,9 +89,10 @@ class _Session:
             tuple(self.prompt_logprobs),
             tuple(self.starts),
             tuple(self.ends),
-            tuple(self.begun),
+            tuple(number for number, takes_part in self.takes_part.items() if takes_part),
+            tuple(number for number, takes_part in self.takes_part.items() if not takes_part),
         )
-        self.tokens, self.prompt_logprobs, self.starts, self.ends, self.begun = [], [], [], [], []
+        self.tokens, self.prompt_logprobs, self.starts, self.ends, self.takes_part = [], [], [], [], {}
         return output
 
 
@@ -254,7 +256,7 @@ class DecodeService:
     # ------------------------------------------------------------------------------------------------------------ emit
 
     def _emit(self) -> bool:
-        """After each step and drain: events to their sessions, fetches opened and dropped. True: a router must hear who begins."""
+        """After each step and drain: events to their sessions, fetches opened and dropped. True: a router must hear who takes part."""
         touched: dict[_Session, None] = {}
         is_urgent = False
         for event in self._scheduler.take_events():
@@ -262,9 +264,10 @@ class DecodeService:
             assert isinstance(request, _Request)
             if isinstance(event, Token):
                 self._tell_token(request, event)
-            elif isinstance(event, Begun):
+            elif isinstance(event, Begun | Paused):
                 is_urgent = True
-                request.session.begun.append(request.opening.number)
+                takes_part = any(choice.is_in_step for choice in request.choices.values())
+                request.session.takes_part[request.opening.number] = takes_part
             elif isinstance(event, Scored):
                 number, attempt = request.opening.number, request.opening.attempt
                 request.session.prompt_logprobs.append(PromptLogprobs(number, attempt, event.position, event.logprobs))

@@ -213,7 +213,9 @@ class StepOutput:
     starts: tuple[StartReport, ...] = ()
     ends: tuple[ChoiceEnd, ...] = ()
     begun: tuple[int, ...] = ()
-    """Numbers of requests that take part in a step for the first time: said before it runs."""
+    """Numbers of requests that take part in the next step, and did not in the one before it: said before it runs."""
+    paused: tuple[int, ...] = ()
+    """Numbers of requests that did, and do not any more, until they begin again."""
 
 
 DecodeMessage = StepOutput | Beat

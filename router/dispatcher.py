@@ -360,7 +360,7 @@ class Dispatcher:
             self.members.view.will_compute(decode.row, live.number, placement.num_missing_tokens, now)
         live.decode_id = decode.worker_id
         self._remember_worker(live, decode)
-        live.has_begun = False  # its worker says when it first has a part in a step
+        live.has_begun = False  # its worker says when it has a part in a step
         live.placed_choices, live.placed_tokens = len(starts), num_tokens * len(starts)
         live.placed(now)
         live.move(LiveState.PLACED)
@@ -456,10 +456,11 @@ class Dispatcher:
         return placed is not None and placed[0] is member
 
     def output(self, member: Member, output: StepOutput) -> None:
-        for number in output.begun:
-            live = self._lives.get(number)
-            if live is not None and self._is_on(live, member):
-                live.has_begun = True
+        for numbers, takes_part in ((output.begun, True), (output.paused, False)):
+            for number in numbers:
+                live = self._lives.get(number)
+                if live is not None and self._is_on(live, member):
+                    live.has_begun = takes_part
         for report in output.starts:
             live = self._current(member, report.number, report.attempt)
             if live is not None:

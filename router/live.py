@@ -70,7 +70,7 @@ class Live:
         self.runs_apart = False
         """It was placed where nobody else is, and nobody else may be."""
         self.has_begun = False
-        """It took part in a step of this attempt."""
+        """It takes part in the steps of its worker."""
         self.num_readers = 1
         self.predicted_ttft_s: float | None = None
         self.explanation: dict[str, Any] | None = None

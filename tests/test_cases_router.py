@@ -1226,6 +1226,24 @@ def test_who_waits_for_its_first_step_has_no_part_in_the_one_that_its_worker_die
     run_virtual(main)
 
 
+def test_who_was_preempted_has_no_part_in_the_step_that_its_worker_dies_in():
+    async def main():
+        async with deployment(limits=limits_of(local_tokens=10_000)) as d:
+            d.start("d1", num_slots=30)
+            await d.ready()
+            lives = [d.submit(prompt_of(40, k), 300) for k in range(2)]
+            await until(lambda: counters(d, "d1")["preemptions"])
+            await until(lambda: not all(live.has_begun for live in lives))
+            await d.kill("d1")
+            await until(lambda: not d.dispatcher.is_ready)
+            assert [live.suspicion.is_open for live in lives] == [True, False]
+            d.start("d2")
+            await wait_all(lives)
+            assert [tokens_of(live) for live in lives] == [expected(prompt_of(40, k), 300) for k in range(2)]
+
+    run_virtual(main)
+
+
 def test_workers_that_fall_silent_together_were_cut_off_and_accuse_nobody_twice():
     """No request hangs two at once: only the first silence counts, and the innocent do not run apart after it."""
 

@@ -57,7 +57,7 @@ CASES = {
                                    st.lists(st.text(max_size=4), max_size=2).map(tuple),
                                    st.none() | st.builds(m.LostSource, st.text(max_size=4), st.text(max_size=4), st.booleans())),
                          max_size=2).map(tuple),
-                st.lists(U64, max_size=3).map(tuple)),
+                st.lists(U64, max_size=3).map(tuple), st.lists(U64, max_size=3).map(tuple)),
     "join_up": st.builds(m.WorkerDescription, *[st.text(max_size=5)] * 2, st.sampled_from(m.Role), *[st.text(max_size=5)] * 4,
                          U32, U64, U64, U32, U32, U32, U32, U32, st.floats(0, 1e12), st.floats(0, 1e12), st.text(max_size=5), U32)
     | st.builds(m.WorkerProgress, U64, U32, U32, U32, U32, st.builds(m.SlotCounts, U64, U64, U64, U64),
@@ -78,11 +78,12 @@ def test_what_is_sent_is_what_arrives(kind):
         wire = to_wire(value)
         back = from_wire(type(wire).FromString(wire.SerializeToString()))
         if isinstance(value, m.StepOutput):
-            assert (back.step, back.tokens, back.ends, back.begun) == (
+            assert (back.step, back.tokens, back.ends, back.begun, back.paused) == (
                 value.step,
                 value.tokens,
                 value.ends,
                 value.begun,
+                value.paused,
             )
             assert back.prompt_logprobs == value.prompt_logprobs
             for one, two in zip(back.starts, value.starts, strict=True):

@@ -22,8 +22,8 @@ WANTED = {
     *("worker_losses", "continuations", "late_messages", "placed_local", "fetched_blocks"),
 }
 """What must happen in each case: a schedule that is never in trouble shows nothing."""
-FIRED = {*KINDS, "drained", "source_losses", "tokens lost", "events lost", "snapshots_asked", "set_aside", "unplaced", "preemptions"}
-FIRED |= {"bad_frame_digest", "DeadlineExceeded", "EngineFailure", "NoWorker", "Overloaded"}
+FIRED = {*KINDS, "drained", "tokens lost", "events lost", "snapshots_asked", "set_aside", "unplaced", "preemptions"}
+FIRED |= {"source_losses", "bad_frame_digest", "DeadlineExceeded", "EngineFailure", "NoWorker", "Overloaded"}
 """What must happen over all of them."""
 
 

@@ -351,7 +351,13 @@ def decode_message_to_wire(value: m.DecodeMessage) -> decode_pb2.AttachResponse:
         for p in value.prompt_logprobs
     ]
     step = decode_pb2.StepOutput(
-        step=value.step, tokens=tokens, starts=starts, ends=ends, prompt_logprobs=prompts, begun=value.begun
+        step=value.step,
+        tokens=tokens,
+        starts=starts,
+        ends=ends,
+        prompt_logprobs=prompts,
+        begun=value.begun,
+        paused=value.paused,
     )
     return decode_pb2.AttachResponse(step=step)
 
@@ -379,6 +385,7 @@ def decode_message_from_wire(wire: decode_pb2.AttachResponse) -> m.DecodeMessage
         starts=tuple(_start_from_wire(start) for start in wire.step.starts),
         ends=tuple(_end_from_wire(end) for end in wire.step.ends),
         begun=tuple(wire.step.begun),
+        paused=tuple(wire.step.paused),
     )
 
 

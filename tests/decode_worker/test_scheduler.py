@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.choice import Choice, State
-from decode_worker.scheduler import Begun, DecodeLimits, DecodeScheduler, Ended, Scored, Token
+from decode_worker.scheduler import Begun, DecodeLimits, DecodeScheduler, Ended, Paused, Scored, Token
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import StepResult
 from kvferry.engine.sequence import Sequence
@@ -29,7 +29,7 @@ class Rig:
         self.pool, self.counters = BlockPool(num_slots), Counters()
         limits = DecodeLimits(8192, max_sequences, max_local)
         self.scheduler = DecodeScheduler(self.pool, SIZE, limits, FixedBudget(budget), self.counters)
-        self.step, self.tokens, self.ends, self.scores = 0, {}, {}, {}
+        self.step, self.tokens, self.ends, self.scores, self.takes_part = 0, {}, {}, {}, {}
 
     def admit(self, name, tokens, max_tokens=4, sources=(), priority=0, **sampling):
         sequence = Sequence(self.scheduler.next_sequence_id(), list(tokens), b"root", SIZE, self.pool)
@@ -55,7 +55,8 @@ class Rig:
             }
             self.scheduler.commit(plan, StepResult(tokens, scores=scores), float(self.step))
         for event in self.scheduler.take_events():
-            if isinstance(event, Begun):
+            if isinstance(event, Begun | Paused):
+                self.takes_part[event.choice.key] = isinstance(event, Begun)
                 continue
             if isinstance(event, Token):
                 assert event.index == len(self.tokens.setdefault(event.choice.key, []))
@@ -275,3 +276,25 @@ def test_a_source_that_is_lost_while_it_computes_for_one_without_room_hands_that
     assert rig.ends == {"waiting": ChoiceEndReason.UNPLACED}
     assert waiting.lost_source == LOST
     assert running.state is State.RUNNING
+
+
+def test_who_is_left_out_of_a_step_is_said_to_take_no_part_in_it_until_it_does_again():
+    """For want of budget, and where it is preempted."""
+    rig = Rig(budget=32)
+    for name in (1, 2):
+        rig.admit(name, range(1000 * name, 1000 * name + 200), max_tokens=2)
+    seen = set()
+    while plan := rig.run_step():
+        ids = {chunk.sequence_id for chunk in plan.chunks}
+        assert {name for name, takes_part in rig.takes_part.items() if takes_part and name not in rig.ends} <= ids
+        assert all(rig.takes_part[name] for name in ids)
+        seen.add(frozenset(ids))
+    assert len(seen) > 1
+    assert rig.ends == dict.fromkeys((1, 2), ChoiceEndReason.LENGTH)
+    rig = Rig(num_slots=10, budget=1000)
+    for name in ("old", "young"):
+        rig.admit(name, range(len(name), len(name) + 16), 100)
+    for _ in range(99):
+        if not rig.counters.values["preemptions"]:
+            rig.run_step()
+    assert rig.takes_part == {"old": True, "young": False}

@@ -102,20 +102,22 @@ class AttachResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., beat: _Optional[_Union[WorkerBeat, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step", "tokens", "starts", "ends", "prompt_logprobs", "begun")
+    __slots__ = ("step", "tokens", "starts", "ends", "prompt_logprobs", "begun", "paused")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     step: int
     tokens: _containers.RepeatedCompositeFieldContainer[NewTokens]
     starts: _containers.RepeatedCompositeFieldContainer[StartReport]
     ends: _containers.RepeatedCompositeFieldContainer[ChoiceEnd]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
     begun: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[NewTokens, _Mapping]]] = ..., starts: _Optional[_Iterable[_Union[StartReport, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., begun: _Optional[_Iterable[int]] = ...) -> None: ...
+    paused: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[NewTokens, _Mapping]]] = ..., starts: _Optional[_Iterable[_Union[StartReport, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., begun: _Optional[_Iterable[int]] = ..., paused: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("request_number", "attempt", "position", "logprobs")
