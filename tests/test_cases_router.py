@@ -61,15 +61,18 @@ def share(lives: list[Live]) -> Counter[str]:
 
 PROMPT = tuple(prompt_of(70, "moved"))
 SEEDED = Sampling(7, 40, 1.0)
-REFERENCE = [f"{token} " for token in wanted(GenerationRequest(PROMPT, SEEDED), 0).tokens]
+UNDISTURBED = wanted(GenerationRequest(PROMPT, SEEDED), 0).tokens
+REFERENCE = [f"{token} " for token in UNDISTURBED]
 HALF_OF_A_STOP = 20
+LATE = next(token for k, token in enumerate(UNDISTURBED) if k > HALF_OF_A_STOP + 2 and token not in UNDISTURBED[:k])
+"""It comes only once the stream has been moved."""
 MOVED = {
     "a seed": GenerationRequest(PROMPT, SEEDED),
     "penalties": GenerationRequest(PROMPT, replace(SEEDED, frequency_penalty=1.5, repetition_penalty=1.2)),
     "three choices": GenerationRequest(PROMPT, SEEDED, num_choices=3),
     "log-probabilities": GenerationRequest(PROMPT, replace(SEEDED, num_logprobs=2)),
     "half a stop string": GenerationRequest(PROMPT, SEEDED, stops=("".join(REFERENCE[HALF_OF_A_STOP - 2 : HALF_OF_A_STOP + 2]),)),
-    "a stop token": GenerationRequest(PROMPT, replace(SEEDED, stop_token_ids=(int(REFERENCE[25]),)), num_choices=2),
+    "a stop token": GenerationRequest(PROMPT, replace(SEEDED, stop_token_ids=(LATE,)), num_choices=2),
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ WANTED = {
 }
 """What must happen in each case: a schedule that is never in trouble shows nothing."""
 FIRED = {*KINDS, "drained", "tokens lost", "events lost", "snapshots_asked", "set_aside", "unplaced", "preemptions"}
-FIRED |= {"source_losses", "bad_frame_digest", "DeadlineExceeded", "EngineFailure", "NoWorker", "Overloaded"}
+FIRED |= {"bad_frame_digest", "DeadlineExceeded", "EngineFailure", "NoWorker", "Overloaded"}
 """What must happen over all of them."""
 
 
