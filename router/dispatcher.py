@@ -286,7 +286,7 @@ class Dispatcher:
     def _try_apart(self, live: Live, sources: list[Member], now: float) -> None:
         """One under whom a worker died: it may have to wait for the cause, to be alone, or to be given up."""
         self._losses.look_again(live, self.members, now)
-        if live.suspicion.waits_for_verdict(now) or self._losses.waits_for_source(live, sources, now):
+        if live.suspicion.waits_for_verdict(now) or self._waits_for_source(live, sources, now):
             return  # `learn` or the verdict's time wakes
         if live.suspicion.is_guilty(now):
             self._refused.add(live.request, now)
@@ -304,6 +304,19 @@ class Dispatcher:
         if placement is not None:
             self._apart.discard(live)
             self._open(live, placement, now)
+
+    @staticmethod
+    def _waits_for_source(live: Live, sources: list[Member], now: float) -> bool:
+        """The last prefill worker is not given to one that may have killed another."""
+        if not live.suspicion.has_lost_source:
+            return False
+        left = [member for member in sources if not live.suspicion.has_just_lost(member.description, now)]
+        if len(left) != 1:
+            return False
+        if live.suspicion.waits_for_return(now):
+            return True
+        live.failed_worker_ids.add(left[0].worker_id)
+        return False
 
     def _open(self, live: Live, placement: Placement, now: float) -> None:
         decode = self.members.at_row(placement.decode_row)

@@ -78,19 +78,6 @@ class Losses:
             if member is not None and loss.is_of(member.description) and now >= loss.at_s + 2 * self._silence_s:
                 live.suspicion.learn(member.description)
 
-    @staticmethod
-    def waits_for_source(live: Live, sources: list[Member], now: float) -> bool:
-        """The last usable prefill worker is not given to one that may have killed another: it waits, then does without."""
-        if not live.suspicion.has_lost_source:
-            return False
-        left = [member for member in sources if not live.suspicion.has_just_lost(member.description, now)]
-        if len(left) != 1:
-            return False
-        if live.suspicion.waits_for_return(now):
-            return True
-        live.failed_worker_ids.add(left[0].worker_id)
-        return False
-
     def _verdict(self, member: Member, is_silent: bool, had_requests: bool, now: float) -> Verdict:
         if member.progress.is_draining:
             return Verdict.OUTSIDE
