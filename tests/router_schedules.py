@@ -470,15 +470,7 @@ class Run:
             assert not found, f"{name} has {len(found)} blocks under another tenant's name"
 
     def _count(self, router: Router) -> None:
-        for name in (
-            "worker_losses",
-            "source_losses",
-            "unplaced",
-            "continuations",
-            "joined",
-            "late_messages",
-            "placed_local",
-        ):
+        for name in ("worker_losses", "unplaced", "continuations", "joined", "late_messages", "placed_local"):
             self.happened[name] += router.dispatcher.counters[name]
         for name in ("snapshots_asked", "set_aside"):
             self.happened[name] += router.members.counters[name]
