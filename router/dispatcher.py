@@ -236,9 +236,8 @@ class Dispatcher:
         now = self._now()
         self._expire(now)
         if not self._apart.is_idle:
-            sources = self._usable_sources() if any(live.suspicion.has_lost_source for live in self._apart) else []
             for live in self._apart:
-                self._try_apart(live, sources, now)
+                self._try_apart(live, now)
             self._apart.reserve(self.members.of(Role.DECODE), now)
         if not len(self._queue):
             return
@@ -280,13 +279,10 @@ class Dispatcher:
         self._open(live, placement, now)
         return True
 
-    def _usable_sources(self) -> list[Member]:
-        return [member for member in self.members.of(Role.PREFILL) if member.state == "ready"]
-
-    def _try_apart(self, live: Live, sources: list[Member], now: float) -> None:
+    def _try_apart(self, live: Live, now: float) -> None:
         """One under whom a worker died: it may have to wait for the cause, to be alone, or to be given up."""
         self._losses.look_again(live, self.members, now)
-        if live.suspicion.waits_for_verdict(now) or self._waits_for_source(live, sources, now):
+        if live.suspicion.waits_for_verdict(now) or self._waits_for_source(live, now):
             return  # `learn` or the verdict's time wakes
         if live.suspicion.is_guilty(now):
             self._refused.add(live.request, now)
@@ -305,12 +301,12 @@ class Dispatcher:
             self._apart.discard(live)
             self._open(live, placement, now)
 
-    @staticmethod
-    def _waits_for_source(live: Live, sources: list[Member], now: float) -> bool:
+    def _waits_for_source(self, live: Live, now: float) -> bool:
         """The last prefill worker is not given to one that may have killed another."""
         if not live.suspicion.has_lost_source:
             return False
-        left = [member for member in sources if not live.suspicion.has_just_lost(member.description, now)]
+        prefill = [member for member in self.members.of(Role.PREFILL) if member.state == "ready"]
+        left = [member for member in prefill if not live.suspicion.has_just_lost(member.description, now)]
         if len(left) != 1:
             return False
         if live.suspicion.waits_for_return(now):
