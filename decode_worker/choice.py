@@ -12,7 +12,7 @@ Moved by the scheduler alone; what is fetched for it fetches.py knows.
 from enum import Enum
 
 from kvferry.engine.sequence import Sequence
-from kvferry.messages import LostSource, Sampling, Source
+from kvferry.messages import Sampling, Source
 
 
 class State(Enum):
@@ -61,8 +61,6 @@ class Choice:
         self.num_given_sources = len(sources)
         self.failed_source_ids: list[str] = []
         self.last_failure = ""
-        self.lost_source: LostSource | None = None
-        """It was lost in a step in which it computed for this choice: the router must hear of it before another one is asked."""
         self.priority, self.deadline_s = priority, deadline_s
         self.arrival = 0
         self.num_passed = 0

@@ -43,9 +43,8 @@ class Fetches:
         """It has a fetch of its own."""
         return choice in self._of
 
-    def brings(self, block_id: bytes | None) -> FetchOrder | None:
-        """The fetch that will bring this block."""
-        return None if block_id is None else self._bringing.get(block_id)
+    def brings(self, block_id: bytes | None) -> bool:
+        return block_id in self._bringing
 
     def open(self, choice: Choice) -> None:
         """Of what it lacks before its tail, from its first source."""
@@ -59,10 +58,6 @@ class Fetches:
         last = choice.sequence.num_blocks_before_tail
         order = self._warming[choice] = FetchOrder(choice, choice.sources[0], 0, last, is_warm=True)
         self._opened.append(order)
-
-    def is_open(self, order: FetchOrder) -> bool:
-        """It has not been dropped."""
-        return (self._warming if order.is_warm else self._of).get(order.choice) is order
 
     def ended(self, order: FetchOrder) -> bool:
         """By itself. False: it was dropped before. Until here, warming kept its place among those whom the source computes for."""

@@ -18,7 +18,7 @@ from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import Chunk, Draw, Plan, Scoring, StepResult
 from kvferry.errors import PoolExhausted
 from kvferry.kv.pool import BlockPool
-from kvferry.messages import ChoiceEndReason, LostSource, TokenLogprobs
+from kvferry.messages import ChoiceEndReason, TokenLogprobs
 from kvferry.turns import bucket, start_in_order, turns
 from kvferry.worker.counters import Counters
 
@@ -127,20 +127,6 @@ class DecodeScheduler:
             if is_source_bad or not made_progress or choice.num_tries_at_source >= 8:
                 choice.failed_source_ids.append(choice.sources.pop(0).worker_id)
                 choice.num_tries_at_source = 0
-
-    def source_lost(self, order: FetchOrder, lost: LostSource, detail: str) -> None:
-        """In a step in which it computed for this fetch: whoever waits for these blocks is handed back, for it may be to blame.
-
-        Only between steps. Ignored where the fetch was dropped before.
-        """
-        if not self._fetches.is_open(order):
-            return
-        waiting = (choice for choice in self._ordered(State.FETCHING) if choice not in self._fetches)
-        sharing = [choice for choice in waiting if self._fetches.brings(choice.sequence.next_block_id) is order]
-        for choice in (order.choice, *sharing):
-            choice.failed_source_ids.append(lost.worker_id)
-            choice.lost_source = lost
-            self._end(choice, ChoiceEndReason.UNPLACED, detail)
 
     def take_events(self) -> list[Event]:
         events, self._events = self._events, []

@@ -5,6 +5,7 @@ opened is aborted between two steps. Fetches run in the service's own task group
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 
 from decode_worker.choice import Choice
@@ -307,9 +308,9 @@ class DecodeService:
         if event.reason is ChoiceEndReason.LENGTH and not request.has_started:  # without a token to tell it with
             request.has_started = True
             session.starts.append(self._start_report(request, choice))
-        failed, lost = tuple(choice.failed_source_ids), choice.lost_source
+        failed = tuple(choice.failed_source_ids)
         session.ends.append(
-            ChoiceEnd(opening.number, opening.attempt, choice.choice, event.reason, event.detail, failed, lost)
+            ChoiceEnd(opening.number, opening.attempt, choice.choice, event.reason, event.detail, failed)
         )
 
     def _start_report(self, request: _Request, choice: Choice) -> StartReport:
@@ -353,21 +354,18 @@ class DecodeService:
             priority=choice.priority,
             time_left_s=None if choice.deadline_s is None else max(choice.deadline_s - now, 0.001),
             holders=request.opening.holders,
-            apart=request.opening.apart,
         )
+        if order.is_warm:
+            with contextlib.suppress(FetchFailed):  # whoever fetches from there will hear it again
+                await self._reader.warm(order.source, opening)
+            self._fetches.pop(order, None)
+            return
         report = FetchReport(now, order.source)
+        request.reports.append(report)
         error, is_source_bad = None, False
         try:
-            if order.is_warm:
-                await self._reader.warm(opening, report)
-            else:
-                request.reports.append(report)
-                await self._reader.fetch(choice.sequence, opening, report)
+            await self._reader.fetch(choice.sequence, opening, report)
         except FetchFailed as failed:
             error, is_source_bad = failed.message, failed.kind not in RETRYABLE
         self._fetches.pop(order, None)
-        if (lost := report.lost) is not None:
-            detail = f"{lost.worker_id} was lost while it computed for it: {error}"
-            self._loop.post(lambda: self._scheduler.source_lost(order, lost, detail))
-        elif not order.is_warm:  # else whoever fetches from there will hear it again
-            self._loop.post(lambda: self._scheduler.fetch_ended(order, error, is_source_bad))
+        self._loop.post(lambda: self._scheduler.fetch_ended(order, error, is_source_bad))

@@ -99,8 +99,6 @@ class RequestOpen:
     time_left_s: float | None = None
     local_tokens: int = 0
     """Up to so many missing tokens are computed here, without asking a source."""
-    apart: bool = False
-    """It may be what kills workers: a source shall compute it in steps of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +179,6 @@ class StartReport:
 
 
 @dataclass(frozen=True, slots=True)
-class LostSource:
-    """A worker that has died, hangs, or cannot be reached any more."""
-
-    worker_id: str
-    incarnation: str
-    """The life that the decode worker had met."""
-    is_hung: bool = False
-    """Nothing says that its process has ended: it did not get on."""
-
-
-@dataclass(frozen=True, slots=True)
 class ChoiceEnd:
     number: int
     attempt: int
@@ -199,8 +186,6 @@ class ChoiceEnd:
     reason: ChoiceEndReason
     detail: str = ""
     failed_source_ids: tuple[str, ...] = ()
-    lost_source: LostSource | None = None
-    """Of UNPLACED: it was lost in a step in which it computed for the choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +230,6 @@ class FetchOpen:
     """The life of the source that the reader has met."""
     warm: bool = False
     """No frames: the source computes what is missing, for a reader that has no room yet."""
-    apart: bool = False
-    """It may be what kills workers: it is computed in steps of its own."""
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -291,8 +274,6 @@ class FetchProgress:
     num_sealed_blocks: int
     is_reading: bool = False
     """Of COMPUTING: from a holder, and nothing is computed yet."""
-    is_in_step: bool = False
-    """Of COMPUTING: blocks of the chain are in the step that runs, or is about to. Said before it runs."""
 
 
 @dataclass(frozen=True, slots=True)

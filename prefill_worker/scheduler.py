@@ -40,22 +40,10 @@ TRANSITIONS = frozenset(
 class Chain:
     """Whole blocks that somebody waits for. `sequence` has a multiple of the block size of tokens."""
 
-    def __init__(
-        self,
-        sequence: Sequence,
-        priority: int,
-        arrival: int,
-        holders: tuple[Source, ...],
-        salt: bytes,
-        runs_apart: bool = False,
-    ):
+    def __init__(self, sequence: Sequence, priority: int, arrival: int, holders: tuple[Source, ...], salt: bytes):
         self.sequence = sequence
         self.holders = list(holders)
         self.salt = salt
-        self.runs_apart = runs_apart
-        """It may be what kills workers: no other chain is in its steps."""
-        self.is_in_step = False
-        """The last step that was planned computes, for whomever, its next block."""
         self.priority, self.order = priority, (-priority, arrival)
         self.deadline_s: float | None = None
         """On the loop's clock; whoever wants the chain gives it up then. For those that it is read from."""
@@ -85,7 +73,6 @@ class PrefillScheduler:
         self._chains: dict[int, Chain] = {}
         self._num_admitted = 0
         self._reads: list[tuple[Chain, Source]] = []
-        self._has_step_changed = False
 
     @property
     def num_tokens(self) -> int:
@@ -118,13 +105,7 @@ class PrefillScheduler:
         return sum(chain.state is ChainState.RUNNING for chain in self._chains.values())
 
     def admit(
-        self,
-        tokens: tuple[int, ...],
-        root: bytes,
-        priority: int,
-        holders: tuple[Source, ...] = (),
-        salt: bytes = b"",
-        runs_apart: bool = False,
+        self, tokens: tuple[int, ...], root: bytes, priority: int, holders: tuple[Source, ...] = (), salt: bytes = b""
     ) -> Chain:
         """Raises InvalidRequest for a chain that can never fit."""
         if len(tokens) > self._pool.num_slots * self._block_size:
@@ -132,7 +113,7 @@ class PrefillScheduler:
             raise InvalidRequest(f"a chain of {len(tokens)} tokens does not fit into a pool of {limit}", "tokens")
         self._num_admitted += 1
         sequence = Sequence(self._num_admitted, list(tokens), root, self._block_size, self._pool)
-        chain = Chain(sequence, priority, self._num_admitted, holders, salt, runs_apart)
+        chain = Chain(sequence, priority, self._num_admitted, holders, salt)
         self._chains[sequence.sequence_id] = chain
         return chain
 
@@ -144,11 +125,6 @@ class PrefillScheduler:
         """Chains whose next blocks shall be read from a holder, since the last call."""
         reads, self._reads = self._reads, []
         return reads
-
-    def take_change_of_step(self) -> bool:
-        """Whether, since the last call, a chain has come into the step, or is left out of it."""
-        changed, self._has_step_changed = self._has_step_changed, False
-        return changed
 
     def read_ended(self, chain: Chain) -> None:
         """The holder has delivered what it had: ask the next one, or compute. Ignored for chains that have ended."""
@@ -171,8 +147,7 @@ class PrefillScheduler:
                 self._adopt(chain)
         left, claimed, chunks = self._budget.num_tokens(), set[bytes](), list[Chunk]()
         running = [chain for chain in ordered if chain.state is ChainState.RUNNING]
-        together = [chain for chain in running if chain.runs_apart][:1] or running
-        for _, group in groupby(together, key=lambda chain: chain.priority):
+        for _, group in groupby(running, key=lambda chain: chain.priority):
             chains = list(group)
             for turn in turns([chain.num_missing_tokens for chain in chains], left, self._block_size):
                 if left < self._block_size:
@@ -181,10 +156,6 @@ class PrefillScheduler:
                 if chunk is not None:
                     chunks.append(chunk)
                     left -= len(chunk.tokens)
-        for chain in running:
-            is_in_step = chain.sequence.next_block_id in claimed
-            self._has_step_changed |= is_in_step != chain.is_in_step
-            chain.is_in_step = is_in_step
         return Plan(step, tuple(chunks)) if chunks else None
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:

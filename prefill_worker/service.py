@@ -38,10 +38,6 @@ class ChainComputation:
         return self._chain.state is ChainState.READING
 
     @property
-    def is_in_step(self) -> bool:
-        return self._chain.is_in_step
-
-    @property
     def failure(self) -> FetchEnd | None:
         if self._chain.state is not ChainState.FAILED:
             return None
@@ -56,7 +52,7 @@ class RefusedComputation:
 
     num_done_blocks = 0
     has_ended = True
-    is_queued = is_reading = is_in_step = False
+    is_queued = is_reading = False
 
     def __init__(self, failure: FetchEnd):
         self.failure: FetchEnd | None = failure
@@ -84,9 +80,7 @@ class PrefillService:
             detail = f"tokens: {max(opening.tokens)} is not in the vocabulary of {self._identity.vocabulary_size}"
             return RefusedComputation(FetchEnd(FetchEndReason.REFUSED, 0, detail))
         try:
-            chain = self._scheduler.admit(
-                opening.tokens, root, opening.priority, opening.holders, opening.salt, opening.apart
-            )
+            chain = self._scheduler.admit(opening.tokens, root, opening.priority, opening.holders, opening.salt)
         except InvalidRequest as error:
             return RefusedComputation(FetchEnd(FetchEndReason.TOO_LARGE, 0, error.message))
         if opening.time_left_s is not None:
@@ -105,11 +99,10 @@ class PrefillService:
         self._scheduler.abort(chain)
 
     def _emit(self) -> bool:
-        """Reads are opened. True: readers must hear whose chains are in the step."""
         for chain, holder in self._scheduler.take_reads():
             assert self._group is not None, "run() must run beside the loop"
             self._reads[chain] = self._group.create_task(self._read(chain, holder))
-        return self._scheduler.take_change_of_step()
+        return False
 
     async def _read(self, chain: Chain, holder: Source) -> None:
         opening = FetchOpen(

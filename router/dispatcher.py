@@ -43,14 +43,14 @@ from router.decode_link import SILENCE_S, DecodeLink
 from router.idempotency import LiveKeys
 from router.journal import Acceptance
 from router.live import Live, LiveState
-from router.losses import ENDED_S, Losses
+from router.losses import Losses
 from router.members import Member, Members
 from router.placement import Placement
 from router.placer import Placer, PlacingRules, num_kv_tokens
 from router.refused import Refused
 from router.request import GenerationRequest
 from router.retry_budget import RetryBudget
-from router.suspicion import RETURN_S, VERDICT_S
+from router.suspicion import VERDICT_S
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class Dispatcher:
         if left_s:
             self.counters["rejected_harmful"] += 1
             raise InvalidRequest(
-                f"this request has killed or hung the worker that it ran on by itself: it is refused for {left_s:.0f} s more; "
+                f"this request has killed or hung the decode worker that it ran on by itself: it is refused for {left_s:.0f} s more; "
                 "change the prompt or the parameters",
                 code="request_refused",
             )
@@ -261,8 +261,7 @@ class Dispatcher:
         live.queued_s = now
         if live.suspicion.is_open:
             self._apart.push(live)
-            for wait_s in (ENDED_S, RETURN_S, VERDICT_S):
-                self._deadlines.add(now + wait_s, live.number, self._lives)
+            self._deadlines.add(now + VERDICT_S, live.number, self._lives)
         else:
             self._queue.push(live)
         self._deadlines.add(self._queue_deadline_s(live), live.number, self._lives)
@@ -281,18 +280,13 @@ class Dispatcher:
 
     def _try_apart(self, live: Live, now: float) -> None:
         """One under whom a worker died: it may have to wait for the cause, to be alone, or to be given up."""
-        self._losses.look_again(live, self.members, now)
-        if live.suspicion.waits_for_verdict(now) or self._waits_for_source(live, now):
+        if live.suspicion.waits_for_verdict(now):
             return  # `learn` or the verdict's time wakes
         if live.suspicion.is_guilty(now):
             self._refused.add(live.request, now)
             did = "hung" if live.suspicion.has_hung_alone else "killed"
-            message = f"the request {did} the worker that it ran on ({live.suspicion.last}); it is not tried again"
-            self._end(live, LiveState.FAILED, EngineFailure(message))
-            return
-        if live.suspicion.is_suspect(now) and self._refused.left_s(live.request, now):
             message = (
-                f"{live.suspicion.last} was lost under it, and another request like it has killed a worker by itself"
+                f"the request {did} the decode worker that it ran on ({live.suspicion.last}); it is not tried again"
             )
             self._end(live, LiveState.FAILED, EngineFailure(message))
             return
@@ -300,19 +294,6 @@ class Dispatcher:
         if placement is not None:
             self._apart.discard(live)
             self._open(live, placement, now)
-
-    def _waits_for_source(self, live: Live, now: float) -> bool:
-        """The last prefill worker is not given to one that may have killed another."""
-        if not live.suspicion.has_lost_source:
-            return False
-        prefill = [member for member in self.members.of(Role.PREFILL) if member.state == "ready"]
-        left = [member for member in prefill if not live.suspicion.has_just_lost(member.description, now)]
-        if len(left) != 1:
-            return False
-        if live.suspicion.waits_for_return(now):
-            return True
-        live.failed_worker_ids.add(left[0].worker_id)
-        return False
 
     def _open(self, live: Live, placement: Placement, now: float) -> None:
         decode = self.members.at_row(placement.decode_row)
@@ -322,7 +303,6 @@ class Dispatcher:
             prefill = source if source.role is Role.PREFILL else None  # a decode worker only hands out what it has
         attempt = live.journal.next_attempt()
         starts, num_tokens, request = live.journal.starts(), live.longest_tokens, live.request
-        live.runs_apart = live.suspicion.is_suspect(now)
         live.source_ids = tuple(self.members.at_row(row).worker_id for row in placement.source_rows)
         # First of all, it goes on its way; none of what follows waits, so that whoever looks next finds all of it done.
         self._links[decode.worker_id][0].send(
@@ -338,12 +318,12 @@ class Dispatcher:
                 priority=request.priority,
                 time_left_s=live.deadline_s - now,
                 local_tokens=placement.local_tokens,
-                apart=live.runs_apart,
             )
         )
         decode.num_active += len(starts)
         decode.active_tokens += num_tokens * len(starts)
         decode.num_placed += 1
+        live.runs_apart = live.suspicion.is_suspect(now)
         if live.runs_apart:
             decode.is_alone = True
             self._apart.took(decode)
@@ -424,9 +404,6 @@ class Dispatcher:
             _, task = self._links.pop(member.worker_id)
             task.cancel()
             self.detached(member, "it is no longer a member", may_have_died=not member.fell_silent)
-        elif member.role is Role.PREFILL:
-            was_used = any(prefill is member for _, prefill in self._placed.values())
-            self._losses.source_left(member, self._lives.values(), was_used, self._now())
 
     def attached(self, member: Member) -> None:
         member.is_attached = True
@@ -441,7 +418,7 @@ class Dispatcher:
         if was_attached and lost:
             logger.warning("%d requests go on elsewhere than on %s: %s", len(lost), member.worker_id, reason)
         now, num_others = self._now(), int(self.members.view.ints["foreign_active"][member.row])
-        self._losses.decode_lost(member, lost, not may_have_died, num_others, now)
+        self._losses.lost(member, lost, may_have_died, num_others, now)
         for live in lost:
             self.counters["worker_losses"] += 1
             self._queue_again(live, f"its decode worker was lost: {reason}", is_loss=True)
@@ -523,12 +500,8 @@ class Dispatcher:
         elif end.reason is ChoiceEndReason.UNPLACED:
             live.failed_worker_ids |= set(end.failed_source_ids)
             self.counters["unplaced"] += 1
-            if end.lost_source is not None:
-                self.counters["source_losses"] += 1
-                namesake = self.members.get(end.lost_source.worker_id)
-                self._losses.source_lost(live, end.lost_source, namesake, self._now())
             self._cancel_on_worker(live)
-            self._queue_again(live, end.detail, is_loss=end.lost_source is not None)
+            self._queue_again(live, end.detail)
         else:
             self._end(live, LiveState.FAILED, _error_of(end))
             self._cancel_on(member, live)

@@ -98,14 +98,14 @@ class Schedule:
 
     @property
     def num_accusations(self) -> int:
-        """Deaths of workers that nothing from outside is known to explain: two of them can find a request guilty."""
+        """Deaths of decode workers that nothing from outside is known to explain: two of them can find a request guilty."""
         accusing = ("kill", "crash", "roll")  # the first is never heard of again
-        return sum(fault.kind in accusing and fault.name[0] in "dp" for fault in self.faults)
+        return sum(fault.kind in accusing and fault.name.startswith("d") for fault in self.faults)
 
     def explains(self, ask: Ask, error: KvferryError) -> bool:
         if isinstance(error, DeadlineExceeded):
             return ask.request.timeout_s is not None or self.is_orphaned
-        if isinstance(error, EngineFailure) and "killed the worker" in error.message:
+        if isinstance(error, EngineFailure) and "killed the decode worker" in error.message:
             return self.num_accusations > 1
         if isinstance(error, EngineFailure):
             return OUT_OF_LUCK in error.message and self.has("fail", role="d")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.engine.engine import Engine, fake_engine
+from kvferry.engine.plan import Plan, StepResult
 from kvferry.errors import DeadlineExceeded, EngineFailure, EngineLost, InvalidRequest, NoWorker, Overloaded
 from kvferry.messages import Refusal, Sampling
 from loadtest.virtual_time import run_virtual
@@ -23,11 +24,12 @@ from router.refused import REFUSED_S
 from router.request import GenerationRequest
 from router.retry_budget import LEAST
 from router.suspicion import MAX_CRASHES, MAX_HANGS, MAX_UNCLEAR, VERDICT_S
-from tests.cluster import PacedExecutor, Router, cluster
+from tests.cluster import Cluster, PacedExecutor, Router, cluster
 from tests.hand_off import POISON, answered, counters, expected, poisoned, prompt_of, start_life, tokens_of
-from tests.in_process import BLOCK, Deployment, deployment, limits_of
-from tests.killers import KILLER, HangingExecutor, Mortal
+from tests.in_process import BLOCK, Deployment, Node, deployment, limits_of
 from tests.router_schedules import Reading, Wanted, wanted
+
+MARKED = 13
 
 
 async def until(is_so: Callable[[], Any], limit_s: float = 60.0) -> float:
@@ -696,6 +698,48 @@ def test_who_would_get_its_first_token_too_late_is_refused_when_it_comes_and_who
 # --------------------------------------------------------------------------------------------------------- whose fault it was
 
 
+class KillerExecutor(PacedExecutor):
+    """Its worker dies in the step in which a marked prompt's tail runs."""
+
+    die: Callable[[], None] = staticmethod(lambda: None)
+
+    async def execute(self, plan: Plan) -> StepResult:
+        if any(chunk.tokens.count(MARKED) >= BLOCK for chunk in plan.chunks):
+            self.die()
+            await asyncio.get_running_loop().create_future()
+        return await super().execute(plan)
+
+
+class Mortal:
+    """Decode workers that crash under a marked prompt and are started again a moment later, as a supervisor does."""
+
+    def __init__(self, made: Cluster, *names: str):
+        self.made, self.num_deaths, self._lives = made, 0, 1
+        for name in names:
+            self._start(name, "")
+
+    def _start(self, name: str, previous_end: str) -> Node:
+        node = self.made.start(name, self._lives, previous_end=previous_end)
+        executor = KillerExecutor(node.engine.runner)
+        executor.die = lambda: self._die(name)
+        node.executor = executor
+        node.worker.loop._executor = executor  # type: ignore[union-attr]
+        return node
+
+    def _die(self, name: str) -> None:
+        self.made.group.create_task(self._die_and_come_back(name))
+
+    async def _die_and_come_back(self, name: str) -> None:
+        self.num_deaths += 1
+        await self.made.kill(name)
+        await asyncio.sleep(1.0)
+        self._lives += 1
+        self._start(name, "signal 11")
+
+
+KILLER = GenerationRequest((*prompt_of(30, "killer"), *[MARKED] * BLOCK), Sampling(0, 8, 0.0))
+
+
 def test_a_request_that_kills_its_worker_is_found_out_and_refused_and_the_innocent_go_on_exactly():
     """Also where the worker dies at the very beginning of the step: who takes part in it has been said before."""
 
@@ -708,7 +752,7 @@ def test_a_request_that_kills_its_worker_is_found_out_and_refused_and_the_innoce
             streams = [dispatcher.submit(request) for request in innocents]
             await until(lambda: all(tokens_of(live) for live in streams))
             killer = dispatcher.submit(KILLER)
-            with pytest.raises(EngineFailure, match="killed the worker"):
+            with pytest.raises(EngineFailure, match="killed the decode worker"):
                 await wait_all([killer])
             num_deaths = mortal.num_deaths
             assert num_deaths <= MAX_UNCLEAR + 2, "until it waits for a verdict, and once apart"
@@ -737,6 +781,15 @@ def test_a_request_that_kills_its_worker_is_found_out_and_refused_and_the_innoce
     run_virtual(main)
 
 
+class HangingExecutor(PacedExecutor):
+    """The step in which a marked prompt's tail runs never ends."""
+
+    async def execute(self, plan: Plan) -> StepResult:
+        if any(chunk.tokens.count(MARKED) >= BLOCK for chunk in plan.chunks):
+            await asyncio.get_running_loop().create_future()
+        return await super().execute(plan)
+
+
 def test_a_request_that_hangs_its_workers_is_found_out_and_refused_before_it_has_hung_the_pool():
     """A hung engine's worker joins again and again, as the life that it was."""
 
@@ -752,7 +805,7 @@ def test_a_request_that_hangs_its_workers_is_found_out_and_refused_before_it_has
             streams = [dispatcher.submit(request) for request in innocents]
             await until(lambda: all(tokens_of(live) for live in streams))
             killer = dispatcher.submit(KILLER)
-            with pytest.raises(EngineFailure, match="hung the worker"):
+            with pytest.raises(EngineFailure, match="hung the decode worker"):
                 await wait_all([killer])
             assert killer.journal.attempt == MAX_HANGS + 1
             with pytest.raises(InvalidRequest, match="killed or hung") as caught:

@@ -35,18 +35,18 @@ CASES = {
     "fetch_up": st.builds(m.FetchAck, U32)
     | st.builds(m.FetchOpen, st.text(max_size=9), st.text(max_size=9), TOKENS, U32, st.binary(max_size=9), st.booleans(),
                 st.integers(-9, 9), SECONDS, SOURCES, st.text(max_size=5), st.binary(max_size=9), st.text(max_size=5),
-                st.booleans(), st.booleans(), U32)
+                st.booleans(), U32)
     | st.builds(m.FetchMeet, st.text(max_size=9), st.text(max_size=9), U32)
     | st.builds(m.FetchProbe, st.text(max_size=5), st.binary(max_size=9), U32),
     "fetch_down": st.builds(m.Frame, U32, st.binary(max_size=9), st.binary(max_size=9), st.binary(max_size=9))
     | st.builds(m.FetchOffers, st.text(max_size=5), st.lists(st.builds(m.RoadOffer, st.text(max_size=5), st.binary(max_size=9)),
                                                             max_size=3).map(tuple))
     | st.builds(m.FetchEnd, st.sampled_from(m.FetchEndReason), U32, st.text(max_size=9))
-    | st.builds(m.FetchProgress, U64, st.sampled_from(m.FetchState), U32, st.booleans(), st.booleans()),
+    | st.builds(m.FetchProgress, U64, st.sampled_from(m.FetchState), U32),
     "router_message": st.builds(m.Beat, router_life=st.text(max_size=5))
     | st.builds(m.RequestCancel, U64, U32, TOKENS)
     | st.builds(m.RequestOpen, U64, U32, TOKENS, st.lists(st.builds(m.ChoiceStart, U32, TOKENS), max_size=3).map(tuple),
-                SAMPLING, st.binary(max_size=9), SOURCES, SOURCES, st.integers(-9, 9), SECONDS, U32, st.booleans()),
+                SAMPLING, st.binary(max_size=9), SOURCES, SOURCES, st.integers(-9, 9), SECONDS, U32),
     "decode_message": st.builds(m.Beat, U64)
     | st.builds(m.StepOutput, U64, st.lists(st.builds(m.NewTokens, U64, U32, U32, U32, TOKENS, LOGPROBS),
                                                    max_size=3).map(tuple),
@@ -54,9 +54,7 @@ CASES = {
                 st.lists(st.builds(m.StartReport, U64, U32, MICRO, MICRO, MICRO, MICRO, MICRO, U32, U32, U32, U32, U32, U64,
                                    st.text(max_size=5), st.text(max_size=5)), max_size=2).map(tuple),
                 st.lists(st.builds(m.ChoiceEnd, U64, U32, U32, st.sampled_from(m.ChoiceEndReason), st.text(max_size=5),
-                                   st.lists(st.text(max_size=4), max_size=2).map(tuple),
-                                   st.none() | st.builds(m.LostSource, st.text(max_size=4), st.text(max_size=4), st.booleans())),
-                         max_size=2).map(tuple),
+                                   st.lists(st.text(max_size=4), max_size=2).map(tuple)), max_size=2).map(tuple),
                 st.lists(U64, max_size=3).map(tuple), st.lists(U64, max_size=3).map(tuple)),
     "join_up": st.builds(m.WorkerDescription, *[st.text(max_size=5)] * 2, st.sampled_from(m.Role), *[st.text(max_size=5)] * 4,
                          U32, U64, U64, U32, U32, U32, U32, U32, st.floats(0, 1e12), st.floats(0, 1e12), st.text(max_size=5), U32)

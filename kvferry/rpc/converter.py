@@ -80,7 +80,6 @@ def fetch_up_to_wire(value: m.FetchUp) -> fetch_pb2.FetchRequest:
         ticket=value.ticket,
         incarnation=value.incarnation,
         warm=value.warm,
-        apart=value.apart,
     )
     return fetch_pb2.FetchRequest(open=opening)
 
@@ -108,7 +107,6 @@ def fetch_up_from_wire(wire: fetch_pb2.FetchRequest) -> m.FetchUp:
         ticket=opening.ticket,
         incarnation=opening.incarnation,
         warm=opening.warm,
-        apart=opening.apart,
         protocol_version=opening.protocol_version,
     )
 
@@ -130,11 +128,7 @@ def fetch_down_to_wire(value: m.FetchDown) -> fetch_pb2.FetchResponse:
         return fetch_pb2.FetchResponse(offers=fetch_pb2.FetchOffers(incarnation=value.incarnation, offers=offers))
     state: Any = _enum_to_wire("FETCH_STATE", value.state)
     progress = fetch_pb2.FetchProgress(
-        step=value.step,
-        state=state,
-        num_sealed_blocks=value.num_sealed_blocks,
-        is_reading=value.is_reading,
-        is_in_step=value.is_in_step,
+        step=value.step, state=state, num_sealed_blocks=value.num_sealed_blocks, is_reading=value.is_reading
     )
     return fetch_pb2.FetchResponse(progress=progress)
 
@@ -150,8 +144,7 @@ def fetch_down_from_wire(wire: fetch_pb2.FetchResponse) -> m.FetchDown:
         offers = tuple(m.RoadOffer(offer.road, offer.detail) for offer in wire.offers.offers)
         return m.FetchOffers(wire.offers.incarnation, offers)
     state = _enum_from_wire(m.FetchState, "FETCH_STATE", fetch_pb2.FetchState, wire.progress.state)
-    progress = wire.progress
-    return m.FetchProgress(progress.step, state, progress.num_sealed_blocks, progress.is_reading, progress.is_in_step)
+    return m.FetchProgress(wire.progress.step, state, wire.progress.num_sealed_blocks, wire.progress.is_reading)
 
 
 # ------------------------------------------------------------------------------------------------------------ attach
@@ -233,7 +226,6 @@ def router_message_to_wire(value: m.RouterMessage) -> decode_pb2.AttachRequest:
         priority=value.priority,
         time_left_ms=_ms(value.time_left_s),
         local_tokens=value.local_tokens,
-        apart=value.apart,
     )
     return decode_pb2.AttachRequest(open=opening)
 
@@ -257,7 +249,6 @@ def router_message_from_wire(wire: decode_pb2.AttachRequest) -> m.RouterMessage:
         priority=opening.priority,
         time_left_s=_seconds(opening.time_left_ms),
         local_tokens=opening.local_tokens,
-        apart=opening.apart,
     )
 
 
@@ -307,7 +298,6 @@ def _start_from_wire(wire: decode_pb2.StartReport) -> m.StartReport:
 
 def _end_to_wire(value: m.ChoiceEnd) -> decode_pb2.ChoiceEnd:
     reason: Any = _enum_to_wire("CHOICE_END_REASON", value.reason)
-    lost = value.lost_source
     return decode_pb2.ChoiceEnd(
         request_number=value.number,
         attempt=value.attempt,
@@ -315,18 +305,13 @@ def _end_to_wire(value: m.ChoiceEnd) -> decode_pb2.ChoiceEnd:
         reason=reason,
         detail=value.detail,
         failed_source_ids=value.failed_source_ids,
-        lost_source=lost
-        and decode_pb2.LostSource(worker_id=lost.worker_id, incarnation=lost.incarnation, is_hung=lost.is_hung),
     )
 
 
 def _end_from_wire(wire: decode_pb2.ChoiceEnd) -> m.ChoiceEnd:
     reason = _enum_from_wire(m.ChoiceEndReason, "CHOICE_END_REASON", decode_pb2.ChoiceEndReason, wire.reason)
-    failed, lost = tuple(wire.failed_source_ids), None
-    if wire.HasField("lost_source"):
-        source = wire.lost_source
-        lost = m.LostSource(source.worker_id, source.incarnation, source.is_hung)
-    return m.ChoiceEnd(wire.request_number, wire.attempt, wire.choice, reason, wire.detail, failed, lost)
+    failed = tuple(wire.failed_source_ids)
+    return m.ChoiceEnd(wire.request_number, wire.attempt, wire.choice, reason, wire.detail, failed)
 
 
 def decode_message_to_wire(value: m.DecodeMessage) -> decode_pb2.AttachResponse:

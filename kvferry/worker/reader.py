@@ -28,7 +28,6 @@ from kvferry.messages import (
     FetchState,
     FetchUp,
     Frame,
-    LostSource,
     Source,
 )
 from kvferry.racing import until_first
@@ -47,9 +46,6 @@ LOOP_TURNS = 4
 """Of the event loop, until what grpc has received is with who waits for it, and what is to be sent is on its way."""
 MAX_MEETINGS_PER_FETCH = 8
 """A source that is another one at each of so many meetings is not worth more."""
-ENDS = {FetchFailureKind.UNREACHABLE.value, FetchFailureKind.STREAM_ENDED.value}
-HANGS = {FetchFailureKind.SILENT.value, FetchFailureKind.COMPUTING.value}
-"""Failures of a source that is not there any more, or whose step does not end."""
 
 
 @dataclass(slots=True)
@@ -64,19 +60,6 @@ class FetchReport:
     num_bytes: int = 0
     num_source_cached_blocks: int = 0
     road: str = ""
-    incarnation: str = ""
-    """The life of the source that it comes from."""
-    is_in_step: bool = False
-    """The source has said that it computes for this fetch in the step that runs."""
-    lost: LostSource | None = None
-    """That was its last word."""
-
-    def heard(self, progress: FetchProgress) -> None:
-        self.is_in_step = progress.is_in_step
-
-    def failed(self, kind: str) -> None:
-        if self.is_in_step and kind in ENDS | HANGS:
-            self.lost = LostSource(self.source.worker_id, self.incarnation, is_hung=kind in HANGS)
 
 
 class _MeetAgain(Exception):
@@ -148,7 +131,6 @@ class BlockReader:
             message = f"{report.source.worker_id} was another one at each of {MAX_MEETINGS_PER_FETCH} meetings"
             raise FetchFailed(FetchFailureKind.SOURCE_ERROR.value, message)
         except FetchFailed as failed:
-            report.failed(failed.kind)
             self._counters.add(f"fetch_failed_{failed.kind}")
             had, wanted = sequence.num_sealed_blocks, len(opening.tokens) // self._memory.format.block_size
             logger.warning(
@@ -161,23 +143,16 @@ class BlockReader:
             duration_s = report.last_block_s - report.opened_s
             self._rates.fetched(report.source.worker_id, report.num_bytes, duration_s)
 
-    async def warm(self, opening: FetchOpen, report: FetchReport) -> None:
+    async def warm(self, source: Source, opening: FetchOpen) -> None:
         """Lets a source compute a chain for which there is no room here yet. Raises FetchFailed."""
-        meeting = await self._meetings.with_source(report.source)
-        report.incarnation = meeting.incarnation
-        stream, message = self._dialer.fetch(report.source.address), None
+        stream = self._dialer.fetch(source.address)
         try:
             patience = Patience(self._budgets, self._now())
             with contextlib.suppress(StreamEnded, TimeoutError):  # receiving tells why
                 async with asyncio.timeout(self._budgets.silence_s):
                     await stream.send(replace(opening, warm=True))
-            while not isinstance(message, FetchEnd):
-                message = await self._receive(stream, patience, has_heard=message is not None)
-                if isinstance(message, FetchProgress):
-                    report.heard(message)
-        except FetchFailed as failed:
-            report.failed(failed.kind)
-            raise
+            while not isinstance(await self._receive(stream, patience), FetchEnd):
+                pass
         finally:
             stream.close()
 
@@ -186,9 +161,6 @@ class BlockReader:
     ) -> bool:
         """False: it is worth another meeting. What has arrived stays. `broken`: lives and roads that broke in this fetch."""
         meeting = await self._meetings.with_source(report.source)
-        if report.is_in_step and meeting.incarnation != report.incarnation:
-            raise FetchFailed(FetchFailureKind.STREAM_ENDED.value, f"{report.source.worker_id} has begun anew")
-        report.incarnation = meeting.incarnation
         if (meeting.incarnation, meeting.road.name) in broken:
             names = ", ".join(sorted(name for _, name in broken))
             message = f"every road to {report.source.worker_id} broke: {names}"
@@ -257,12 +229,10 @@ class BlockReader:
                 message = await arriving.inbox.get()
                 if isinstance(message, FetchFailed):
                     raise message
-                if isinstance(message, FetchProgress):
-                    report.heard(message)
-                    if not computes:
-                        computes = message.state is FetchState.COMPUTING and not message.is_reading
-                        already = max(message.num_sealed_blocks - arriving.opening.first_block, 0)
-                        report.num_source_cached_blocks = max(report.num_source_cached_blocks, had_cached + already)
+                if isinstance(message, FetchProgress) and not computes:
+                    computes = message.state is FetchState.COMPUTING and not message.is_reading
+                    already = max(message.num_sealed_blocks - arriving.opening.first_block, 0)
+                    report.num_source_cached_blocks = max(report.num_source_cached_blocks, had_cached + already)
                 elif isinstance(message, Frame):
                     await self._take_frame(message, inlet, arriving)
                     if not computes:

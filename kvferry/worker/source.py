@@ -69,9 +69,6 @@ class Computation(Protocol):
     def is_reading(self) -> bool: ...
 
     @property
-    def is_in_step(self) -> bool: ...
-
-    @property
     def failure(self) -> FetchEnd | None: ...
 
     def close(self) -> None: ...
@@ -101,7 +98,6 @@ class Doing:
 
     state: FetchState
     is_reading: bool = False
-    is_in_step: bool = False
 
 
 class _FetchIsOver(Exception):
@@ -378,10 +374,10 @@ class _Serving:
             if self._has_ended:
                 await asyncio.get_running_loop().create_future()  # nothing follows the end
             if self._loop.is_advancing:
-                num_sealed = self._pool.num_sealed_prefix(self._ids)
-                await self._stream.send(
-                    FetchProgress(self._loop.step, shown.state, num_sealed, shown.is_reading, shown.is_in_step)
+                progress = FetchProgress(
+                    self._loop.step, shown.state, self._pool.num_sealed_prefix(self._ids), shown.is_reading
                 )
+                await self._stream.send(progress)
 
     async def _state_is_another(self, shown: Doing) -> None:
         """Returns after the interval at the latest."""
@@ -394,6 +390,6 @@ class _Serving:
         computation = self._computation
         if computation is None or computation.has_ended:
             return Doing(FetchState.SENDING)
-        if computation.is_queued:
-            return Doing(FetchState.QUEUED)
-        return Doing(FetchState.COMPUTING, computation.is_reading, computation.is_in_step)
+        return (
+            Doing(FetchState.QUEUED) if computation.is_queued else Doing(FetchState.COMPUTING, computation.is_reading)
+        )

@@ -9,7 +9,7 @@ from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import StepResult
 from kvferry.engine.sequence import Sequence
 from kvferry.kv.pool import BlockPool
-from kvferry.messages import ChoiceEndReason, LostSource, Sampling, Source, TokenLogprobs
+from kvferry.messages import ChoiceEndReason, Sampling, Source, TokenLogprobs
 from kvferry.worker.counters import Counters
 
 SIZE = 16
@@ -239,43 +239,6 @@ def test_a_blocked_choice_is_passed_by_no_more_than_its_own_size():
         rig.run_step()
     passed = sum(30 for name in rig.ends if isinstance(name, int))
     assert 100 <= passed <= 240 + 8 * 30  # what was running beside it when it ended counts too
-
-
-SOURCE, OTHER = Source("p1", "p1"), Source("p2", "p2")
-LOST = LostSource("p1", "its life")
-
-
-def test_when_a_source_is_lost_in_a_step_all_who_wait_for_its_blocks_are_handed_back_and_say_so():
-    """Those that fetch something else go on."""
-    rig = Rig()
-    first = rig.admit("first", range(100), sources=(SOURCE, OTHER))
-    same = rig.admit("same", range(100), sources=(SOURCE, OTHER))
-    another = rig.admit("another", range(500, 600), sources=(SOURCE, OTHER))
-    rig.run_step()
-    opened, _ = rig.scheduler.take_fetches()
-    order = next(order for order in opened if order.choice is first)
-    rig.scheduler.source_lost(order, LOST, "gone")
-    rig.scheduler.source_lost(order, LOST, "gone")
-    rig.run_step()
-    assert rig.ends == {"first": ChoiceEndReason.UNPLACED, "same": ChoiceEndReason.UNPLACED}
-    assert first.lost_source == same.lost_source == LOST
-    assert first.failed_source_ids == same.failed_source_ids == ["p1"]
-    assert another.state is State.FETCHING
-    assert another.lost_source is None
-
-
-def test_a_source_that_is_lost_while_it_computes_for_one_without_room_hands_that_one_back():
-    rig = Rig(num_slots=10)
-    running = rig.admit("running", range(1000, 1130), max_tokens=20)
-    waiting = rig.admit("waiting", range(100), sources=(SOURCE,))
-    rig.run_step()
-    (order,), _ = rig.scheduler.take_fetches()
-    assert order.is_warm
-    rig.scheduler.source_lost(order, LOST, "gone")
-    rig.run_step()
-    assert rig.ends == {"waiting": ChoiceEndReason.UNPLACED}
-    assert waiting.lost_source == LOST
-    assert running.state is State.RUNNING
 
 
 def test_who_is_left_out_of_a_step_is_said_to_take_no_part_in_it_until_it_does_again():

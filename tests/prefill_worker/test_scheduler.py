@@ -150,33 +150,3 @@ def test_a_chain_that_does_not_fit_is_passed_by_no_more_than_its_own_size():
     started = [short for short in shorts if short.state is not ChainState.WAITING]
     assert len(started) * 2 <= 20, "blocks of 32 tokens past a chain of 20 blocks"
     assert running.state is ChainState.DONE
-
-
-def test_a_chain_that_runs_apart_shares_no_step_and_is_computed_in_its_turn():
-    made, _ = scheduler(max_tokens=96)
-    others = [made.admit(tuple(range(k * 1000, k * 1000 + 64)), b"root", 0) for k in range(2)]
-    alone = made.admit(tuple(range(5000, 5000 + 128)), b"root", 0, runs_apart=True)
-    sizes = []
-    while not made.is_idle:
-        plan = run_step(made)
-        ids = {chunk.sequence_id for chunk in plan.chunks}
-        assert ids == {alone.sequence.sequence_id} or alone.sequence.sequence_id not in ids
-        sizes.append(plan.num_tokens)
-    assert sizes == [96, 32, 96, 32]
-    assert {chain.state for chain in (*others, alone)} == {ChainState.DONE}
-
-
-def test_each_chain_says_whether_its_next_block_is_in_the_step_whoever_it_is_computed_for():
-    made, _ = scheduler(max_tokens=48)
-    long = made.admit(tuple(range(96)), b"root", 1)
-    same = made.admit(tuple(range(64)), b"root", 0)
-    other = made.admit(tuple(range(1000, 1032)), b"root", 0)
-    assert not made.take_change_of_step()
-    seen = []
-    while not made.is_idle:
-        plan = made.plan(1, 0.0)
-        are_in = [chain.is_in_step for chain in (long, same, other) if chain.state is ChainState.RUNNING]
-        seen.append((are_in, made.take_change_of_step()))
-        made.commit(plan, StepResult({}, {}), 0.0)
-    assert seen == [([True, True, False], True), ([True, True, False], False), ([True], True)]
-    assert not made.take_change_of_step()

@@ -3,18 +3,14 @@ from dataclasses import replace
 import pytest
 
 from kvferry.messages import Role, WorkerDescription
-from router.suspicion import MAX_CRASHES, VERDICT_S, Loss, Suspicion, Verdict
+from router.suspicion import MAX_CRASHES, VERDICT_S, Death, Suspicion
 
 BACK = WorkerDescription("d1", "second", Role.DECODE, "a:1", "model", "float32", "n", 16, 64, 1000, 500, 1000, 8)
 
 
-def hung(found, name, was_alone):
-    found.add(Loss(name, "x", 0.0, was_alone, Verdict.HANG))
-
-
 def deaths(*more, was_alone=False):
     made = Suspicion()
-    for death in more or (Loss("d1", "first", 0.0, was_alone),):
+    for death in more or (Death("d1", "first", 0.0, was_alone),):
         made.add(death)
     return made
 
@@ -55,7 +51,7 @@ def test_without_a_word_from_outside_a_death_counts_after_a_while():
 
 
 def test_who_was_alone_or_lost_several_waits_for_the_verdict_and_no_longer():
-    several = deaths(*(Loss(f"d{k}", "x", 0.0, False) for k in range(3)))
+    several = deaths(*(Death(f"d{k}", "x", 0.0, False) for k in range(3)))
     for one in (deaths(was_alone=True), several):
         assert one.waits_for_verdict(1.0)
         assert not one.waits_for_verdict(VERDICT_S)
@@ -71,16 +67,16 @@ def test_going_on_elsewhere_clears():
 
 def test_who_hung_two_workers_without_a_token_in_between_runs_apart_and_who_hangs_that_one_too_is_guilty():
     found = Suspicion()
-    hung(found, "d1", was_alone=False)
+    found.hung("d1", was_alone=False)
     assert not found.is_open
     assert not found.is_suspect(99.0)
-    hung(found, "d2", was_alone=False)
+    found.hung("d2", was_alone=False)
     assert found.is_open
     assert found.is_suspect(0.0)
     assert not found.is_guilty(99.0)
-    hung(found, "d3", was_alone=False)
+    found.hung("d3", was_alone=False)
     assert not found.is_guilty(99.0), "others were there"
-    hung(found, "d4", was_alone=True)
+    found.hung("d4", was_alone=True)
     assert found.is_guilty(0.0)
     assert found.last == "d4"
 
@@ -88,14 +84,14 @@ def test_who_hung_two_workers_without_a_token_in_between_runs_apart_and_who_hang
 def test_a_token_after_hangs_clears():
     found = Suspicion()
     for _ in range(2):
-        hung(found, "d1", was_alone=False)
+        found.hung("d1", was_alone=False)
     assert found.survived()
     assert not found.is_suspect(99.0)
-    hung(found, "d1", was_alone=True)
+    found.hung("d1", was_alone=True)
     assert not found.is_open
     assert not found.survived()
 
 
 def test_too_many_crashes_are_enough_wherever_they_were():
-    found = deaths(*(Loss(f"d{k}", "x", 0.0, False) for k in range(MAX_CRASHES)))
+    found = deaths(*(Death(f"d{k}", "x", 0.0, False) for k in range(MAX_CRASHES)))
     assert found.is_guilty(VERDICT_S)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.rpc.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/decode.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\x98\x01\n\rAttachRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestOpenH\x00\x12+\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x19.kvferry.v1.RequestCancelH\x00\x12&\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.RouterBeatH\x00\x42\t\n\x07message\"9\n\x0b\x43hoiceStart\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x1a\n\x0e\x65mitted_tokens\x18\x02 \x03(\rB\x02\x10\x01\"\xc8\x02\n\x0bRequestOpen\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x19\n\rprompt_tokens\x18\x03 \x03(\rB\x02\x10\x01\x12(\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x17.kvferry.v1.ChoiceStart\x12&\n\x08sampling\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.Sampling\x12\x0c\n\x04salt\x18\x06 \x01(\x0c\x12#\n\x07sources\x18\x07 \x03(\x0b\x32\x12.kvferry.v1.Source\x12#\n\x07holders\x18\x08 \x03(\x0b\x32\x12.kvferry.v1.Source\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x14\n\x0ctime_left_ms\x18\n \x01(\x04\x12\x14\n\x0clocal_tokens\x18\x0b \x01(\r\x12\r\n\x05\x61part\x18\x0c \x01(\x08\"I\n\rRequestCancel\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x03 \x03(\r\";\n\nRouterBeat\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0brouter_life\x18\x02 \x01(\t\"k\n\x0e\x41ttachResponse\x12&\n\x04step\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.StepOutputH\x00\x12&\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.WorkerBeatH\x00\x42\t\n\x07message\"\xeb\x01\n\nStepOutput\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x06tokens\x18\x02 \x03(\x0b\x32\x15.kvferry.v1.NewTokens\x12\'\n\x06starts\x18\x03 \x03(\x0b\x32\x17.kvferry.v1.StartReport\x12#\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x15.kvferry.v1.ChoiceEnd\x12\x33\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1a.kvferry.v1.PromptLogprobs\x12\x11\n\x05\x62\x65gun\x18\x06 \x03(\x04\x42\x02\x10\x01\x12\x12\n\x06paused\x18\x07 \x03(\x04\x42\x02\x10\x01\"x\n\x0ePromptLogprobs\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.kvferry.v1.PlaceLogprobs\"\x97\x01\n\tNewTokens\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\r\x12\x15\n\ttoken_ids\x18\x05 \x03(\rB\x02\x10\x01\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.kvferry.v1.PlaceLogprobs\"\xf8\x03\n\x0bStartReport\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1c\n\x0f\x66\x65tch_opened_us\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x1b\n\x0e\x66irst_block_us\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x1a\n\rlast_block_us\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x1c\n\x0ftail_planned_us\x18\x06 \x01(\x04H\x03\x88\x01\x01\x12\x1b\n\x0e\x66irst_token_us\x18\x07 \x01(\x04H\x04\x88\x01\x01\x12\x18\n\x10num_local_tokens\x18\x08 \x01(\r\x12\x1a\n\x12num_fetched_tokens\x18\t \x01(\r\x12 \n\x18num_source_cached_tokens\x18\n \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x0b \x01(\r\x12\x1a\n\x12num_fetched_blocks\x18\x0c \x01(\r\x12\x15\n\rfetched_bytes\x18\r \x01(\x04\x12\x18\n\x10source_worker_id\x18\x0e \x01(\t\x12\x0c\n\x04road\x18\x0f \x01(\tB\x12\n\x10_fetch_opened_usB\x11\n\x0f_first_block_usB\x10\n\x0e_last_block_usB\x12\n\x10_tail_planned_usB\x11\n\x0f_first_token_us\"E\n\nLostSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07is_hung\x18\x03 \x01(\x08\"\xc9\x01\n\tChoiceEnd\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12+\n\x06reason\x18\x04 \x01(\x0e\x32\x1b.kvferry.v1.ChoiceEndReason\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x19\n\x11\x66\x61iled_source_ids\x18\x06 \x03(\t\x12+\n\x0blost_source\x18\x07 \x01(\x0b\x32\x16.kvferry.v1.LostSource\"\x1a\n\nWorkerBeat\x12\x0c\n\x04step\x18\x01 \x01(\x04*\xb3\x02\n\x0f\x43hoiceEndReason\x12!\n\x1d\x43HOICE_END_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43HOICE_END_REASON_STOP\x10\x01\x12\x1c\n\x18\x43HOICE_END_REASON_LENGTH\x10\x02\x12\x1f\n\x1b\x43HOICE_END_REASON_CANCELLED\x10\x03\x12\x1e\n\x1a\x43HOICE_END_REASON_DEADLINE\x10\x04\x12\x1e\n\x1a\x43HOICE_END_REASON_UNPLACED\x10\x05\x12\x1f\n\x1b\x43HOICE_END_REASON_TOO_LARGE\x10\x06\x12\x1d\n\x19\x43HOICE_END_REASON_INVALID\x10\x07\x12\"\n\x1e\x43HOICE_END_REASON_ENGINE_ERROR\x10\x08\x32T\n\rDecodeService\x12\x43\n\x06\x41ttach\x12\x19.kvferry.v1.AttachRequest\x1a\x1a.kvferry.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/decode.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\x98\x01\n\rAttachRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.RequestOpenH\x00\x12+\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x19.kvferry.v1.RequestCancelH\x00\x12&\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.RouterBeatH\x00\x42\t\n\x07message\"9\n\x0b\x43hoiceStart\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x1a\n\x0e\x65mitted_tokens\x18\x02 \x03(\rB\x02\x10\x01\"\xb9\x02\n\x0bRequestOpen\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x19\n\rprompt_tokens\x18\x03 \x03(\rB\x02\x10\x01\x12(\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x17.kvferry.v1.ChoiceStart\x12&\n\x08sampling\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.Sampling\x12\x0c\n\x04salt\x18\x06 \x01(\x0c\x12#\n\x07sources\x18\x07 \x03(\x0b\x32\x12.kvferry.v1.Source\x12#\n\x07holders\x18\x08 \x03(\x0b\x32\x12.kvferry.v1.Source\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x14\n\x0ctime_left_ms\x18\n \x01(\x04\x12\x14\n\x0clocal_tokens\x18\x0b \x01(\r\"I\n\rRequestCancel\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x03 \x03(\r\";\n\nRouterBeat\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0brouter_life\x18\x02 \x01(\t\"k\n\x0e\x41ttachResponse\x12&\n\x04step\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.StepOutputH\x00\x12&\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.WorkerBeatH\x00\x42\t\n\x07message\"\xeb\x01\n\nStepOutput\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x06tokens\x18\x02 \x03(\x0b\x32\x15.kvferry.v1.NewTokens\x12\'\n\x06starts\x18\x03 \x03(\x0b\x32\x17.kvferry.v1.StartReport\x12#\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x15.kvferry.v1.ChoiceEnd\x12\x33\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1a.kvferry.v1.PromptLogprobs\x12\x11\n\x05\x62\x65gun\x18\x06 \x03(\x04\x42\x02\x10\x01\x12\x12\n\x06paused\x18\x07 \x03(\x04\x42\x02\x10\x01\"x\n\x0ePromptLogprobs\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.kvferry.v1.PlaceLogprobs\"\x97\x01\n\tNewTokens\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\r\x12\x15\n\ttoken_ids\x18\x05 \x03(\rB\x02\x10\x01\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.kvferry.v1.PlaceLogprobs\"\xf8\x03\n\x0bStartReport\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1c\n\x0f\x66\x65tch_opened_us\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x1b\n\x0e\x66irst_block_us\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x1a\n\rlast_block_us\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x1c\n\x0ftail_planned_us\x18\x06 \x01(\x04H\x03\x88\x01\x01\x12\x1b\n\x0e\x66irst_token_us\x18\x07 \x01(\x04H\x04\x88\x01\x01\x12\x18\n\x10num_local_tokens\x18\x08 \x01(\r\x12\x1a\n\x12num_fetched_tokens\x18\t \x01(\r\x12 \n\x18num_source_cached_tokens\x18\n \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x0b \x01(\r\x12\x1a\n\x12num_fetched_blocks\x18\x0c \x01(\r\x12\x15\n\rfetched_bytes\x18\r \x01(\x04\x12\x18\n\x10source_worker_id\x18\x0e \x01(\t\x12\x0c\n\x04road\x18\x0f \x01(\tB\x12\n\x10_fetch_opened_usB\x11\n\x0f_first_block_usB\x10\n\x0e_last_block_usB\x12\n\x10_tail_planned_usB\x11\n\x0f_first_token_us\"\x9c\x01\n\tChoiceEnd\x12\x16\n\x0erequest_number\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12+\n\x06reason\x18\x04 \x01(\x0e\x32\x1b.kvferry.v1.ChoiceEndReason\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x19\n\x11\x66\x61iled_source_ids\x18\x06 \x03(\t\"\x1a\n\nWorkerBeat\x12\x0c\n\x04step\x18\x01 \x01(\x04*\xb3\x02\n\x0f\x43hoiceEndReason\x12!\n\x1d\x43HOICE_END_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43HOICE_END_REASON_STOP\x10\x01\x12\x1c\n\x18\x43HOICE_END_REASON_LENGTH\x10\x02\x12\x1f\n\x1b\x43HOICE_END_REASON_CANCELLED\x10\x03\x12\x1e\n\x1a\x43HOICE_END_REASON_DEADLINE\x10\x04\x12\x1e\n\x1a\x43HOICE_END_REASON_UNPLACED\x10\x05\x12\x1f\n\x1b\x43HOICE_END_REASON_TOO_LARGE\x10\x06\x12\x1d\n\x19\x43HOICE_END_REASON_INVALID\x10\x07\x12\"\n\x1e\x43HOICE_END_REASON_ENGINE_ERROR\x10\x08\x32T\n\rDecodeService\x12\x43\n\x06\x41ttach\x12\x19.kvferry.v1.AttachRequest\x1a\x1a.kvferry.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,34 +42,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPOUTPUT'].fields_by_name['paused']._serialized_options = b'\020\001'
   _globals['_NEWTOKENS'].fields_by_name['token_ids']._loaded_options = None
   _globals['_NEWTOKENS'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_CHOICEENDREASON']._serialized_start=2179
-  _globals['_CHOICEENDREASON']._serialized_end=2486
+  _globals['_CHOICEENDREASON']._serialized_start=2048
+  _globals['_CHOICEENDREASON']._serialized_end=2355
   _globals['_ATTACHREQUEST']._serialized_start=65
   _globals['_ATTACHREQUEST']._serialized_end=217
   _globals['_CHOICESTART']._serialized_start=219
   _globals['_CHOICESTART']._serialized_end=276
   _globals['_REQUESTOPEN']._serialized_start=279
-  _globals['_REQUESTOPEN']._serialized_end=607
-  _globals['_REQUESTCANCEL']._serialized_start=609
-  _globals['_REQUESTCANCEL']._serialized_end=682
-  _globals['_ROUTERBEAT']._serialized_start=684
-  _globals['_ROUTERBEAT']._serialized_end=743
-  _globals['_ATTACHRESPONSE']._serialized_start=745
-  _globals['_ATTACHRESPONSE']._serialized_end=852
-  _globals['_STEPOUTPUT']._serialized_start=855
-  _globals['_STEPOUTPUT']._serialized_end=1090
-  _globals['_PROMPTLOGPROBS']._serialized_start=1092
-  _globals['_PROMPTLOGPROBS']._serialized_end=1212
-  _globals['_NEWTOKENS']._serialized_start=1215
-  _globals['_NEWTOKENS']._serialized_end=1366
-  _globals['_STARTREPORT']._serialized_start=1369
-  _globals['_STARTREPORT']._serialized_end=1873
-  _globals['_LOSTSOURCE']._serialized_start=1875
-  _globals['_LOSTSOURCE']._serialized_end=1944
-  _globals['_CHOICEEND']._serialized_start=1947
-  _globals['_CHOICEEND']._serialized_end=2148
-  _globals['_WORKERBEAT']._serialized_start=2150
-  _globals['_WORKERBEAT']._serialized_end=2176
-  _globals['_DECODESERVICE']._serialized_start=2488
-  _globals['_DECODESERVICE']._serialized_end=2572
+  _globals['_REQUESTOPEN']._serialized_end=592
+  _globals['_REQUESTCANCEL']._serialized_start=594
+  _globals['_REQUESTCANCEL']._serialized_end=667
+  _globals['_ROUTERBEAT']._serialized_start=669
+  _globals['_ROUTERBEAT']._serialized_end=728
+  _globals['_ATTACHRESPONSE']._serialized_start=730
+  _globals['_ATTACHRESPONSE']._serialized_end=837
+  _globals['_STEPOUTPUT']._serialized_start=840
+  _globals['_STEPOUTPUT']._serialized_end=1075
+  _globals['_PROMPTLOGPROBS']._serialized_start=1077
+  _globals['_PROMPTLOGPROBS']._serialized_end=1197
+  _globals['_NEWTOKENS']._serialized_start=1200
+  _globals['_NEWTOKENS']._serialized_end=1351
+  _globals['_STARTREPORT']._serialized_start=1354
+  _globals['_STARTREPORT']._serialized_end=1858
+  _globals['_CHOICEEND']._serialized_start=1861
+  _globals['_CHOICEEND']._serialized_end=2017
+  _globals['_WORKERBEAT']._serialized_start=2019
+  _globals['_WORKERBEAT']._serialized_end=2045
+  _globals['_DECODESERVICE']._serialized_start=2357
+  _globals['_DECODESERVICE']._serialized_end=2441
 # @@protoc_insertion_point(module_scope)

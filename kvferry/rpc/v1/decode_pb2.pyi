@@ -48,7 +48,7 @@ class ChoiceStart(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., emitted_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestOpen(_message.Message):
-    __slots__ = ("request_number", "attempt", "prompt_tokens", "choices", "sampling", "salt", "sources", "holders", "priority", "time_left_ms", "local_tokens", "apart")
+    __slots__ = ("request_number", "attempt", "prompt_tokens", "choices", "sampling", "salt", "sources", "holders", "priority", "time_left_ms", "local_tokens")
     REQUEST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -60,7 +60,6 @@ class RequestOpen(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    APART_FIELD_NUMBER: _ClassVar[int]
     request_number: int
     attempt: int
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -72,8 +71,7 @@ class RequestOpen(_message.Message):
     priority: int
     time_left_ms: int
     local_tokens: int
-    apart: bool
-    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[_Union[ChoiceStart, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., salt: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., priority: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., local_tokens: _Optional[int] = ..., apart: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., choices: _Optional[_Iterable[_Union[ChoiceStart, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., salt: _Optional[bytes] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., priority: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., local_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestCancel(_message.Message):
     __slots__ = ("request_number", "attempt", "choices")
@@ -181,33 +179,21 @@ class StartReport(_message.Message):
     road: str
     def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., fetch_opened_us: _Optional[int] = ..., first_block_us: _Optional[int] = ..., last_block_us: _Optional[int] = ..., tail_planned_us: _Optional[int] = ..., first_token_us: _Optional[int] = ..., num_local_tokens: _Optional[int] = ..., num_fetched_tokens: _Optional[int] = ..., num_source_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_fetched_blocks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., source_worker_id: _Optional[str] = ..., road: _Optional[str] = ...) -> None: ...
 
-class LostSource(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "is_hung")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    IS_HUNG_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: str
-    is_hung: bool
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., is_hung: _Optional[bool] = ...) -> None: ...
-
 class ChoiceEnd(_message.Message):
-    __slots__ = ("request_number", "attempt", "choice", "reason", "detail", "failed_source_ids", "lost_source")
+    __slots__ = ("request_number", "attempt", "choice", "reason", "detail", "failed_source_ids")
     REQUEST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     FAILED_SOURCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOST_SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_number: int
     attempt: int
     choice: int
     reason: ChoiceEndReason
     detail: str
     failed_source_ids: _containers.RepeatedScalarFieldContainer[str]
-    lost_source: LostSource
-    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., reason: _Optional[_Union[ChoiceEndReason, str]] = ..., detail: _Optional[str] = ..., failed_source_ids: _Optional[_Iterable[str]] = ..., lost_source: _Optional[_Union[LostSource, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_number: _Optional[int] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., reason: _Optional[_Union[ChoiceEndReason, str]] = ..., detail: _Optional[str] = ..., failed_source_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerBeat(_message.Message):
     __slots__ = ("step",)

@@ -73,7 +73,7 @@ class FetchProbe(_message.Message):
     def __init__(self, road: _Optional[str] = ..., ticket: _Optional[bytes] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class FetchOpen(_message.Message):
-    __slots__ = ("protocol_version", "model_id", "fidelity", "salt", "tokens", "first_block", "hold_only", "priority", "time_left_ms", "holders", "road", "ticket", "incarnation", "warm", "apart")
+    __slots__ = ("protocol_version", "model_id", "fidelity", "salt", "tokens", "first_block", "hold_only", "priority", "time_left_ms", "holders", "road", "ticket", "incarnation", "warm")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     FIDELITY_FIELD_NUMBER: _ClassVar[int]
@@ -88,7 +88,6 @@ class FetchOpen(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WARM_FIELD_NUMBER: _ClassVar[int]
-    APART_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_id: str
     fidelity: str
@@ -103,8 +102,7 @@ class FetchOpen(_message.Message):
     ticket: bytes
     incarnation: str
     warm: bool
-    apart: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., model_id: _Optional[str] = ..., fidelity: _Optional[str] = ..., salt: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ..., hold_only: _Optional[bool] = ..., priority: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., road: _Optional[str] = ..., ticket: _Optional[bytes] = ..., incarnation: _Optional[str] = ..., warm: _Optional[bool] = ..., apart: _Optional[bool] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., model_id: _Optional[str] = ..., fidelity: _Optional[str] = ..., salt: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ..., hold_only: _Optional[bool] = ..., priority: _Optional[int] = ..., time_left_ms: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[_common_pb2.Source, _Mapping]]] = ..., road: _Optional[str] = ..., ticket: _Optional[bytes] = ..., incarnation: _Optional[str] = ..., warm: _Optional[bool] = ...) -> None: ...
 
 class FetchAck(_message.Message):
     __slots__ = ("frame_number",)
@@ -141,18 +139,16 @@ class RoadOffer(_message.Message):
     def __init__(self, road: _Optional[str] = ..., detail: _Optional[bytes] = ...) -> None: ...
 
 class FetchProgress(_message.Message):
-    __slots__ = ("step", "state", "num_sealed_blocks", "is_reading", "is_in_step")
+    __slots__ = ("step", "state", "num_sealed_blocks", "is_reading")
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_SEALED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     IS_READING_FIELD_NUMBER: _ClassVar[int]
-    IS_IN_STEP_FIELD_NUMBER: _ClassVar[int]
     step: int
     state: FetchState
     num_sealed_blocks: int
     is_reading: bool
-    is_in_step: bool
-    def __init__(self, step: _Optional[int] = ..., state: _Optional[_Union[FetchState, str]] = ..., num_sealed_blocks: _Optional[int] = ..., is_reading: _Optional[bool] = ..., is_in_step: _Optional[bool] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., state: _Optional[_Union[FetchState, str]] = ..., num_sealed_blocks: _Optional[int] = ..., is_reading: _Optional[bool] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("frame_number", "header", "payload", "place")
