@@ -19,7 +19,7 @@ ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5")
 PORTS = {"port": 18400, "grpc_port": 18401, "registry_port": 18402}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes():
     """Three for routers, and one for all workers."""
     with RayNodes(num_nodes=0) as cluster:
@@ -45,15 +45,24 @@ def tls(tmp_path):
     return {"certificate": str(certificate), "key": str(key), "authority": str(certificate)}
 
 
-def plan_with(model_directory, **more):
+def plan_with(model_directory, of_routers=(("count", 2),), **more):
     worker = {"count": 2, "cpus": 1, "labels": {"place": "n3"}}
-    router = {"count": 2, "cpus": 0.5, "labels": {"place": "!n3", "disk": "fast"}, **PORTS}
+    router = {"cpus": 0.5, "labels": {"place": "!n3", "disk": "fast"}, **PORTS, **dict(of_routers)}
     return sim_plan(model_directory, router=router, prefill=worker, decode=worker, **more)
 
 
 def door_of(status, name):
     details = next(one["details"] for one in status["programs"] if one["name"] == name)
     return Service(SimpleNamespace(url=f"http://{details['http']}", grpc_address=details["grpc"], children={}))
+
+
+def test_a_router_on_each_node_that_is_labelled_for_it_answers_at_the_same_ports(nodes, model_directory, tls):
+    with deployed(plan_with(model_directory, [("each", True)], tls=tls), "each") as service:
+        assert set(urls(service.status)) == {f"http://{address}:18400" for address in ADDRESSES[:3]}
+        for name in ("router-1", "router-2", "router-3"):
+            door = door_of(service.status, name)
+            assert door.http.get("/health/ready").status_code == 200
+            assert door.tokens(ids(100, name), 4) == right(ids(100, name), 4)
 
 
 def test_routers_have_a_node_each_and_one_that_moves_to_another_disturbs_nobody_at_the_other(
