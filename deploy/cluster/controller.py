@@ -21,6 +21,7 @@ from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
 from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
 from deploy.cluster.plan import ClusterPlan, difference, plan_of
 from deploy.cluster.reservations import Reservation, Reservations
+from deploy.cluster.room import Bundle, why_not
 from deploy.cluster.seat import Asked, Seat, Surroundings, end_stranger
 from deploy.cluster.wanted import KEY, Wanted, bundles_of, first_wanted, wanted_of
 from kvferry import process
@@ -138,7 +139,7 @@ class Controller:
         async with self._change():
             if self._wanted is None:
                 nodes = await asyncio.to_thread(cluster_nodes)
-                await self._want(first_wanted(wanted, _is_loopback(wanted, nodes)))
+                await self._want(first_wanted(with_routers(wanted, nodes), _is_loopback(wanted, nodes)))
                 return
             different = difference(self._wanted.plan, wanted)
             if different:
@@ -330,6 +331,19 @@ class Controller:
             return None
         routers = [f"--router={address}" for address in wanted.routers.values()]
         return Asked(seat.role, [*wanted.plan.flags(seat.role), *own, *routers])
+
+
+def with_routers(plan: ClusterPlan, nodes: list[ClusterNode]) -> ClusterPlan:
+    """As many as there are addresses for them, if one shall be on each. Raises ConfigurationError."""
+    if not plan.router.each:
+        return plan
+    labels = Bundle("a router", {}, plan.router.labels)
+    addresses = {node.address for node in nodes if not why_not(labels, node.room({}), {})}
+    if not addresses:
+        raise ConfigurationError(
+            f"router.each: no node has the labels {plan.router.labels}: mend them in the deployment file"
+        )
+    return plan.model_copy(update={"router": plan.router.model_copy(update={"count": len(addresses)})})
 
 
 def _is_loopback(plan: ClusterPlan, nodes: list[ClusterNode]) -> bool:

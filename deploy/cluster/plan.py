@@ -46,6 +46,8 @@ class PoolPlan(_Part):
 class RouterPlan(PoolPlan):
     count: int = Field(default=1, ge=1)
     """More than one: on nodes of their own, or, all on one machine, at ports that are ten apart."""
+    each: bool = False
+    """One on every address whose nodes its labels select, when the deployment begins; `count` says nothing then."""
     port: int = Field(default=8000, ge=0, le=65535)
     grpc_port: int = Field(default=8001, ge=0, le=65535)
     registry_port: int = Field(default=8002, ge=0, le=65535)
@@ -115,7 +117,7 @@ class ClusterPlan(_Part):
     def without_counts(self) -> dict[str, Any]:
         """What two plans must share for one to be the other scaled: workers are, routers are not."""
         found = self.model_dump()
-        for role in ("prefill", "decode"):
+        for role in ("prefill", "decode", "router") if self.router.each else ("prefill", "decode"):
             del found[role]["count"]
         return found
 

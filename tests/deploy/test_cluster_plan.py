@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deploy.cluster.controller import with_routers
 from deploy.cluster.flags import plan_from_flags
+from deploy.cluster.nodes import ClusterNode
 from deploy.cluster.plan import ClusterPlan, difference, plan_of, read_plan
 from deploy.cluster.room import Bundle
 from deploy.cluster.wanted import bundles_of, first_wanted, wanted_of
@@ -113,6 +115,19 @@ def test_plans_that_differ_in_counts_alone_are_one_deployment_scaled():
     assert not difference(plan, more)
     assert difference(plan, plan_of({"router": {"count": 2}})) == "router.count is 1 there and 2 here"
     assert difference(plan, plan_of({"decode": {"cpus": 7}})) == "decode.cpus is 1.0 there and 7.0 here"
+
+
+def test_a_router_may_be_on_each_address_that_is_labelled_for_it_however_many_there_are():
+    front = {"labels": {"kvferry": "front"}}
+    plan, one = plan_of({"router": {"each": True, **front}}), plan_of({"router": front})
+    nodes = [
+        ClusterNode(f"n{k}", f"10.0.0.{k % 3}", "", {"kvferry": "front"} if k % 3 else {}, {}, {}) for k in range(6)
+    ]
+    assert with_routers(plan, nodes).router.count == 2
+    assert with_routers(one, nodes) == one
+    assert not difference(with_routers(plan, nodes), plan), "a second `up` adopts it"
+    with pytest.raises(ConfigurationError, match=r"router.each: no node has the labels {'kvferry': 'front'}"):
+        with_routers(plan, nodes[::3])
 
 
 # ---------------------------------------------------------------------------------------------------------------- wanted
