@@ -93,6 +93,8 @@ def fetch_up_from_wire(wire: fetch_pb2.FetchRequest) -> m.FetchUp:
         return m.FetchMeet(wire.meet.model_id, wire.meet.fidelity, wire.meet.protocol_version)
     if name == "probe":
         return m.FetchProbe(wire.probe.road, wire.probe.ticket, wire.probe.num_blocks)
+    if name != "open":
+        raise InvalidRequest(f"{name} within a fetch", "message")
     opening = wire.open
     return m.FetchOpen(
         model_id=opening.model_id,
@@ -149,6 +151,8 @@ def fetch_down_from_wire(wire: fetch_pb2.FetchResponse) -> m.FetchDown:
     if name == "offers":
         offers = tuple(m.RoadOffer(offer.road, offer.detail) for offer in wire.offers.offers)
         return m.FetchOffers(wire.offers.incarnation, offers)
+    if name != "progress":
+        raise InvalidRequest(f"{name} within a fetch", "message")
     state = _enum_from_wire(m.FetchState, "FETCH_STATE", fetch_pb2.FetchState, wire.progress.state)
     progress = wire.progress
     return m.FetchProgress(progress.step, state, progress.num_sealed_blocks, progress.is_reading, progress.is_in_step)
