@@ -41,7 +41,7 @@ from kvferry.worker.rates import MeasuredRates
 
 logger = logging.getLogger(__name__)
 
-TURN_BYTES = 20 * 1024 * 1024
+TURN_BYTES = 48 * 1024 * 1024
 """Copied and checked in one go; then the event loop has its turns: acknowledgements leave, and the next notice is there in time."""
 LOOP_TURNS = 4
 """Of the event loop, until what grpc has received is with who waits for it, and what is to be sent is on its way."""
@@ -207,8 +207,8 @@ class BlockReader:
             outbox.put_nowait(opening)
             num_wanted = len(opening.tokens) // self._memory.format.block_size
             arriving = _Arriving(meeting, sequence, sequence.hold, opening, num_wanted, report, inbox, outbox)
-            others = self._receive_ahead(stream, arriving), _send_all(stream, outbox)
-            await until_first(self._take_messages(arriving), *others, awaits_others=False)
+            others = _send_all(stream, outbox), self._receive_ahead(stream, arriving)
+            await until_first(*others, self._take_messages(arriving), awaits_others=False)
             has_all = True
         except RoadFailed as failed:
             self._meetings.bar(meeting, failed.message)
@@ -249,6 +249,7 @@ class BlockReader:
 
     async def _take_messages(self, arriving: "_Arriving") -> None:
         """What comes before a source says that it computes nobody computed for this fetch: it had that, or read it elsewhere."""
+        await _let_others_run()  # the opening leaves before the road is entered
         inlet = await arriving.meeting.enter(arriving.opening.ticket)
         try:
             report, computes = arriving.report, False
