@@ -207,7 +207,7 @@ class BlockReader:
             outbox.put_nowait(opening)
             num_wanted = len(opening.tokens) // self._memory.format.block_size
             arriving = _Arriving(meeting, sequence, sequence.hold, opening, num_wanted, report, inbox, outbox)
-            others = _send_all(stream, outbox), self._receive_ahead(stream, arriving)
+            others = self._receive_ahead(stream, arriving), _send_all(stream, outbox)
             await until_first(*others, self._take_messages(arriving), awaits_others=False)
             has_all = True
         except RoadFailed as failed:
