@@ -333,7 +333,8 @@ class BlockReader:
             except (BadFrame, RoadFailed) as fault:
                 faults[k] = fault
 
-        self._copier.each(copy, len(slots), len(slots) * block_bytes)
+        is_read_in_place = arriving.meeting.road.is_read_in_place
+        self._copier.each(copy, len(slots), len(slots) * block_bytes if is_read_in_place else 0)
         num_good = min(faults, default=len(slots))
         self._memory.filled(slots[:num_good])
         for slot in slots[:num_good]:
