@@ -60,6 +60,10 @@ class Size:
 SIZES = (Size("1,024 tokens", 64), Size("synthetic 256 MB", 348))
 
 
+POOL_BLOCKS = 3_750
+"""The source's, as a worker's of 60,000 tokens: the largest frame is a part of a pool. Pages that nobody writes are not there."""
+
+
 class IdleScheduler:
     """Nothing is ever computed."""
 
@@ -96,11 +100,11 @@ class SourceEnd:
     """All sizes' chains, sealed, in one pool."""
 
     def __init__(self, roads: ListOf[Road]):
-        num_slots = sum(size.num_blocks for size in SIZES)
+        num_slots = POOL_BLOCKS
         self.memory, self.pool = make_memory(num_slots), BlockPool(num_slots)
         rng, root = np.random.default_rng(7), chain_root(MODEL_ID, FIDELITY, b"")
         hold = self.pool.open_hold("bench")
-        hold.reserve(num_slots)
+        hold.reserve(sum(size.num_blocks for size in SIZES))
         for size in SIZES:
             parent = root
             for block_id in chain(root, size.tokens, BLOCK_SIZE):

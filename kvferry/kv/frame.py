@@ -8,6 +8,7 @@ is bounded before it is parsed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -106,7 +107,9 @@ def check_block(block: FrameBlock, copy: memoryview) -> None:
         raise BadFrame("digest", f"block {block.position} is damaged: its digest does not fit its bytes")
 
 
+@lru_cache(maxsize=1)
 def _parse(header: bytes) -> dict[str, Any]:
+    """Nobody changes it: a reader looks at each header twice, when it comes and when its blocks are taken."""
     if len(header) > MAX_HEADER_BYTES:
         raise BadFrame("header", f"header of {len(header)} bytes, at most {MAX_HEADER_BYTES}")
     try:

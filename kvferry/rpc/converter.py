@@ -92,6 +92,8 @@ def fetch_up_from_wire(wire: fetch_pb2.FetchRequest) -> m.FetchUp:
         return m.FetchMeet(wire.meet.model_id, wire.meet.fidelity, wire.meet.protocol_version)
     if name == "probe":
         return m.FetchProbe(wire.probe.road, wire.probe.ticket, wire.probe.num_blocks)
+    if name != "open":
+        raise InvalidRequest(f"{name} within a fetch", "message")
     opening = wire.open
     return m.FetchOpen(
         model_id=opening.model_id,
@@ -143,6 +145,8 @@ def fetch_down_from_wire(wire: fetch_pb2.FetchResponse) -> m.FetchDown:
     if name == "offers":
         offers = tuple(m.RoadOffer(offer.road, offer.detail) for offer in wire.offers.offers)
         return m.FetchOffers(wire.offers.incarnation, offers)
+    if name != "progress":
+        raise InvalidRequest(f"{name} within a fetch", "message")
     state = _enum_from_wire(m.FetchState, "FETCH_STATE", fetch_pb2.FetchState, wire.progress.state)
     return m.FetchProgress(wire.progress.step, state, wire.progress.num_sealed_blocks, wire.progress.is_reading)
 

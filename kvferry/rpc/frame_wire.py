@@ -12,6 +12,10 @@ from kvferry.errors import InvalidRequest
 from kvferry.rpc import converter
 from kvferry.rpc.v1 import fetch_pb2
 
+DONE_UP = fetch_pb2.FetchRequest(done=fetch_pb2.FetchDone()).SerializeToString()
+DONE_DOWN = fetch_pb2.FetchResponse(done=fetch_pb2.FetchDone()).SerializeToString()
+"""Between two fetches of one call; no message of either."""
+
 _FRAME = 0x12  # FetchResponse.frame: field 2, length-delimited
 _NUMBER, _HEADER, _PAYLOAD, _PLACE = 0x08, 0x12, 0x1A, 0x22  # Frame's fields, 1 to 4
 

@@ -10,6 +10,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -18,6 +19,8 @@ from grpc import aio
 
 from kvferry.errors import ConfigurationError, InvalidRequest
 from kvferry.rpc import converter, frame_wire
+from kvferry.rpc.frame_wire import DONE_DOWN, DONE_UP
+from kvferry.rpc.kept_calls import REST_S, KeptCalls
 from kvferry.rpc.v1 import decode_pb2_grpc, registry_pb2_grpc
 from kvferry.streams import DecodeServer, FetchServer, RegistryServer, StreamEnded
 
@@ -84,12 +87,15 @@ class _ClientStream:
     async def send(self, message: Any) -> None:
         try:
             async with self._sending:
-                await self._call.write(self._to_wire(message))
+                await self._write(self._to_wire(message))
         except (aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await self._ended() from error
         except asyncio.CancelledError:
             _raise_unless_cancelled()
             raise
+
+    async def _write(self, wire: Any) -> None:
+        await self._call.write(wire)
 
     async def receive(self) -> Any:
         try:
@@ -111,6 +117,42 @@ class _ClientStream:
         if code is grpc.StatusCode.UNAVAILABLE:
             self._on_unavailable()
         return StreamEnded(f"{code.name}: {await self._call.details() or 'no details'}", code.name)
+
+
+class _FetchStream(_ClientStream):
+    """Where no read is under way when it is closed, its call is kept for another fetch."""
+
+    def __init__(self, call: Any, on_unavailable: Callable[[], None], keep: Callable[[Any, Any], None]):
+        super().__init__(call, frame_wire.fetch_up_to_bytes, frame_wire.fetch_down_from_bytes, on_unavailable)
+        self._keep = keep
+        self._writing: asyncio.Future[None] | None = None
+        self._has_heard = self._is_reading = self._is_closed = False
+
+    async def _write(self, wire: Any) -> None:
+        """Goes on where its sender is cancelled: grpc would end the call."""
+        if self._is_closed:
+            raise StreamEnded("the stream is closed", "CANCELLED")
+        self._writing = writing = asyncio.ensure_future(self._call.write(wire))
+        writing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        await asyncio.shield(writing)
+
+    async def receive(self) -> Any:
+        """One that fails or is cut short leaves a call that has ended."""
+        if self._is_closed:
+            raise StreamEnded("the stream is closed", "CANCELLED")
+        self._is_reading = True
+        message = await super().receive()
+        self._is_reading, self._has_heard = False, True
+        return message
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._writing is not None and self._has_heard and not self._is_reading and not self._call.done():
+            self._keep(self._call, self._writing)
+        else:
+            self._call.cancel()
 
 
 def _understood(wire: Any, from_wire: Callable[[Any], Any], close: Callable[[], None]) -> Any:
@@ -139,6 +181,7 @@ class GrpcDialer:
         self._options = channel_options(block_bytes)
         self._tls = tls
         self._channels: dict[str, aio.Channel] = {}
+        self._kept = KeptCalls()
 
     def attach(self, address: str) -> Any:
         call = decode_pb2_grpc.DecodeServiceStub(self.channel(address)).Attach(metadata=self._metadata)  # type: ignore[call-arg]
@@ -147,16 +190,17 @@ class GrpcDialer:
         )
 
     def fetch(self, address: str) -> Any:
-        call = self.channel(address).stream_stream(FETCH_METHOD)(metadata=self._metadata)
-        return _ClientStream(
-            call, frame_wire.fetch_up_to_bytes, frame_wire.fetch_down_from_bytes, self._forget(address)
-        )
+        call = self._kept.take(address)
+        if call is None:
+            call = self.channel(address).stream_stream(FETCH_METHOD)(metadata=self._metadata)
+        return _FetchStream(call, self._forget(address), partial(self._kept.keep, address))
 
     def join(self, address: str) -> Any:
         call = registry_pb2_grpc.RegistryServiceStub(self.channel(address)).Join(metadata=self._metadata)  # type: ignore[call-arg]
         return _ClientStream(call, converter.join_up_to_wire, converter.join_down_from_wire, self._forget(address))
 
     async def close(self) -> None:
+        await self._kept.close()
         for channel in self._channels.values():
             await channel.close()
 
@@ -167,6 +211,7 @@ class GrpcDialer:
         def forget() -> None:
             if self._channels.get(address) is channel:
                 del self._channels[address]
+                self._kept.forget(address)
 
         return forget
 
@@ -189,10 +234,12 @@ class GrpcDialer:
 class _ServerStream:
     """The served side of a call."""
 
-    def __init__(self, context: Any, to_wire: Callable[[Any], Any], from_wire: Callable[[Any], Any]):
-        self._context, self._to_wire, self._from_wire = context, to_wire, from_wire
+    def __init__(self, context: Any, to_wire: Callable[[Any], Any], from_wire: Callable[[Any], Any], first: Any = None):
+        """`first`: a message that was read already."""
+        self._context, self._to_wire, self._from_wire, self._first = context, to_wire, from_wire, first
         self._sending = asyncio.Lock()
-        self._has_sent = self._was_cut = False
+        self._has_sent = first is not None
+        self._was_cut = self._is_done = False
 
     async def settle(self) -> None:
         """Before an error is told: the caller would not hear of it, and wait for a sign of life in vain."""
@@ -200,7 +247,7 @@ class _ServerStream:
             await asyncio.sleep(SETTLING_S)
 
     async def send(self, message: Any) -> None:
-        if self._context.done():
+        if self._is_done or self._context.done():
             raise StreamEnded("the caller has left", "CANCELLED")
         try:
             async with self._sending:
@@ -215,18 +262,43 @@ class _ServerStream:
             raise StreamEnded(f"the caller has left: {error}", "CANCELLED") from error
 
     async def receive(self) -> Any:
+        wire, self._first = self._first, None
         try:
-            wire = await self._context.read()
+            if wire is None:
+                wire = DONE_UP if self._is_done else await self._context.read()
         except DecodeError as error:
             raise StreamEnded(f"the peer sent what cannot be read: {error}", "INTERNAL") from error
         except (aio.UsageError, aio.InternalError, asyncio.InvalidStateError) as error:
             raise StreamEnded(f"the caller has left: {error}", "CANCELLED") from error
         if wire is EOF:
             raise StreamEnded("the caller ended the stream")
+        if wire == DONE_UP:
+            self._is_done = True
+            raise StreamEnded("the caller is through with the stream", "CANCELLED")
         return _understood(wire, self._from_wire, self.close)
 
     def close(self) -> None:
         """Nothing to do: the call ends when its handler returns."""
+
+    async def let_the_caller_read(self) -> None:
+        """It closes the stream once it has read the last message: a status that is there before hides it from grpc.aio."""
+        with contextlib.suppress(TimeoutError, StreamEnded):
+            async with asyncio.timeout(LINGER_S):
+                while True:
+                    await self.receive()
+
+    async def next_of_call(self) -> "_ServerStream | None":
+        """Nothing is held for this one any more. None where the call ends with it."""
+        if not self._is_done:
+            return None
+        await self.settle()
+        try:
+            await self._context.write(DONE_DOWN)
+            async with asyncio.timeout(2 * REST_S):
+                first = await self._context.read()
+        except (TimeoutError, aio.UsageError, aio.InternalError, asyncio.InvalidStateError):
+            return None
+        return None if first is EOF else _ServerStream(self._context, self._to_wire, self._from_wire, first)
 
 
 class _Served:
@@ -240,10 +312,15 @@ class _Served:
         given = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
         if not hmac.compare_digest(str(given).encode(), self._secret.encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated")
-        stream = _ServerStream(context, self._to_wire, self._from_wire)
+        stream: _ServerStream | None = _ServerStream(context, self._to_wire, self._from_wire)
+        while stream is not None:
+            await self._serve_one(stream, context)
+            stream = await stream.next_of_call()
+
+    async def _serve_one(self, stream: _ServerStream, context: Any) -> None:
         try:
             await self._serve(stream)
-            await _let_the_caller_read(context)
+            await stream.let_the_caller_read()
         except StreamEnded:
             return
         except TimeoutError:
@@ -255,14 +332,6 @@ class _Served:
         except Exception:  # a fault of ours, which grpc logs and tells
             await stream.settle()
             raise
-
-
-async def _let_the_caller_read(context: Any) -> None:
-    """The caller closes the stream once it has read the last message: a status that is there before hides it from grpc.aio."""
-    with contextlib.suppress(TimeoutError, aio.UsageError, aio.InternalError, asyncio.InvalidStateError):
-        async with asyncio.timeout(LINGER_S):
-            while await context.read() is not EOF:
-                pass
 
 
 def add_decode_service(server: aio.Server, service: DecodeServer, secret: str) -> None:

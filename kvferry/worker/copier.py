@@ -2,11 +2,17 @@
 
 A call returns when all of it is done: no copy goes on afterwards, whatever was found, so a slot cannot be given away under one. The
 work must give up the interpreter's lock for its longer parts, as copies and digests do. Knows nothing of roads and pools.
+
+The system likes to wake a thread on the core of who woke it, where it would wait for milliseconds: it is kept from there.
 """
 
+import contextlib
+import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 MIN_SHARED_BYTES = 8 * 1024 * 1024
 """Below this, waking the other thread costs more than it brings."""
@@ -17,15 +23,22 @@ class Copier:
 
     def __init__(self, num_cores: int | None = None):
         """`num_cores`: those that this process may use, if not given."""
-        is_alone = (num_cores or _num_cores()) < 2
+        self._cores = _cores()
+        is_alone = (num_cores or len(self._cores)) < 2
         self._other = None if is_alone else ThreadPoolExecutor(1, thread_name_prefix="kvferry-copy")
+        self._other_id: int | None = None
+        self._kept_off: int | None = None
 
     def each(self, work: Callable[[int], None], count: int, num_bytes: int) -> None:
-        """`work(number)` for each of `count` blocks, `num_bytes` in all. Raises what it raises, when both threads have stopped."""
+        """`work(number)` for each of `count` blocks, `num_bytes` in all: 0 where the source needs a core for the next frame meanwhile.
+
+        Raises what it raises, when both threads have stopped.
+        """
         numbers = iter(range(count))
         if self._other is None or num_bytes < MIN_SHARED_BYTES:
             _work_through(numbers, work)
             return
+        self._keep_off_this_core(self._other)
         theirs = self._other.submit(_work_through, numbers, work)
         try:
             _work_through(numbers, work)
@@ -33,11 +46,31 @@ class Copier:
             if not theirs.cancel():  # it has begun
                 theirs.result()
 
+    def _keep_off_this_core(self, other: ThreadPoolExecutor) -> None:
+        here = _here()
+        if here is None or here == self._kept_off:
+            return
+        if self._other_id is None:
+            self._other_id = other.submit(threading.get_native_id).result()
+        with contextlib.suppress(OSError):  # the process was given other cores meanwhile
+            os.sched_setaffinity(self._other_id, self._cores - {here})
+            self._kept_off = here
+
 
 def _work_through(numbers: Iterator[int], work: Callable[[int], None]) -> None:
     for number in numbers:
         work(number)
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+_library: Any = ctypes.CDLL(None)
+
+
+def _here() -> int | None:
+    """The core that this thread runs on; None where threads cannot be kept from one."""
+    if not hasattr(os, "sched_setaffinity") or not hasattr(_library, "sched_getcpu"):
+        return None
+    return _library.sched_getcpu()

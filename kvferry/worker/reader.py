@@ -40,7 +40,7 @@ from kvferry.worker.rates import MeasuredRates
 
 logger = logging.getLogger(__name__)
 
-TURN_BYTES = 20 * 1024 * 1024
+TURN_BYTES = 48 * 1024 * 1024
 """Copied and checked in one go; then the event loop has its turns: acknowledgements leave, and the next notice is there in time."""
 LOOP_TURNS = 4
 """Of the event loop, until what grpc has received is with who waits for it, and what is to be sent is on its way."""
@@ -180,7 +180,7 @@ class BlockReader:
             num_wanted = len(opening.tokens) // self._memory.format.block_size
             arriving = _Arriving(meeting, sequence, sequence.hold, opening, num_wanted, report, inbox, outbox)
             others = self._receive_ahead(stream, arriving), _send_all(stream, outbox)
-            await until_first(self._take_messages(arriving), *others, awaits_others=False)
+            await until_first(*others, self._take_messages(arriving), awaits_others=False)
             has_all = True
         except RoadFailed as failed:
             self._meetings.bar(meeting, failed.message)
@@ -221,6 +221,7 @@ class BlockReader:
 
     async def _take_messages(self, arriving: "_Arriving") -> None:
         """What comes before a source says that it computes nobody computed for this fetch: it had that, or read it elsewhere."""
+        await _let_others_run()  # the opening leaves before the road is entered
         inlet = await arriving.meeting.enter(arriving.opening.ticket)
         try:
             report, computes = arriving.report, False
@@ -302,7 +303,8 @@ class BlockReader:
             except (BadFrame, RoadFailed) as fault:
                 faults[k] = fault
 
-        self._copier.each(copy, len(slots), len(slots) * block_bytes)
+        is_read_in_place = arriving.meeting.road.is_read_in_place
+        self._copier.each(copy, len(slots), len(slots) * block_bytes if is_read_in_place else 0)
         num_good = min(faults, default=len(slots))
         self._memory.filled(slots[:num_good])
         for slot in slots[:num_good]:

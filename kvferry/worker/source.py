@@ -251,7 +251,7 @@ class _Serving:
 
     async def run(self) -> None:
         try:
-            await until_first(self._take_acknowledgements(), self._send_all(), self._show_progress())
+            await until_first(self._send_all(), self._take_acknowledgements(), self._show_progress())
         except StreamEnded:
             pass  # the reader has left: nothing to tell
         finally:

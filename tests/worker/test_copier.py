@@ -1,5 +1,7 @@
 """Work that two threads share: all of it, once, and nothing goes on afterwards."""
 
+import os
+import sys
 import threading
 from collections import Counter
 
@@ -50,3 +52,25 @@ def test_an_error_in_either_thread_is_raised_when_both_have_stopped(is_mine):
     with pytest.raises(ValueError, match="a fault of the work"):
         Copier(2).each(work, 2, MIN_SHARED_BYTES)
     assert not is_working.is_set()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores of a Linux")
+def test_the_other_thread_does_not_wait_for_the_core_of_the_first():
+    cores, copier, may_use = os.sched_getaffinity(0), Copier(), dict[int, set[int]]()
+
+    def share_from(core: int) -> None:
+        os.sched_setaffinity(0, {core})
+        first, both = threading.get_ident(), threading.Barrier(2, timeout=5)
+
+        def work(number: int) -> None:
+            both.wait()
+            if threading.get_ident() != first:
+                may_use[core] = os.sched_getaffinity(0)
+
+        copier.each(work, 2, MIN_SHARED_BYTES)
+
+    for core in cores:
+        caller = threading.Thread(target=share_from, args=(core,))
+        caller.start()
+        caller.join()
+    assert may_use == {core: cores - {core} for core in cores}

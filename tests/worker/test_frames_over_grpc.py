@@ -303,3 +303,23 @@ async def test_a_line_too_slow_to_try_is_said_to_be(monkeypatch):
                 await reader.fetch(tokens_of(1, "meet"), Source("p1", f"127.0.0.1:{proxy.port}"))
             proxy.bytes_per_s = None
         await reader.close()
+
+
+async def test_fetches_one_after_the_other_open_no_new_calls(monkeypatch):
+    """Of several frames each, whose acknowledgements are on their way when the last block is there."""
+    calls, serve_fetch = set[asyncio.Task[Any] | None](), PrefillWorker.serve_fetch
+
+    async def counted(self: PrefillWorker, stream: Any) -> None:
+        calls.add(asyncio.current_task())
+        await serve_fetch(self, stream)
+
+    monkeypatch.setattr(PrefillWorker, "serve_fetch", counted)
+    async with serving(80, REAL_BLOCK_BYTES) as served:
+        reader = Reader(40, REAL_BLOCK_BYTES)
+        await served.fetch(tokens_of(30), reader)
+        num_calls = len(calls)  # when the two have met, and while the call of that was not at rest yet
+        for _ in range(12):
+            await asyncio.sleep(0.05)  # until the source is done with it, too
+            await served.fetch(tokens_of(30), reader)
+        assert len(calls) == num_calls <= 2
+        await reader.close()

@@ -196,4 +196,5 @@ def _namespaces(ray: Any, first: str, name: str) -> Iterator[str]:
             yield one["namespace"]
 
 
-ROAD = Road("ray", rank=30, frame_bytes=16 * MIB, lay=lay, enter=enter)
+# An object costs some milliseconds, whatever its size.
+ROAD = Road("ray", rank=30, frame_bytes=48 * MIB, lay=lay, enter=enter)

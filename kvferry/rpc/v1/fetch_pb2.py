@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.rpc.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvferry/v1/fetch.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xb5\x01\n\x0c\x46\x65tchRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.FetchOpenH\x00\x12#\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.FetchAckH\x00\x12%\n\x04meet\x18\x03 \x01(\x0b\x32\x15.kvferry.v1.FetchMeetH\x00\x12\'\n\x05probe\x18\x04 \x01(\x0b\x32\x16.kvferry.v1.FetchProbeH\x00\x42\t\n\x07message\"I\n\tFetchMeet\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x10\n\x08\x66idelity\x18\x03 \x01(\t\">\n\nFetchProbe\x12\x0c\n\x04road\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\xa1\x02\n\tFetchOpen\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x10\n\x08\x66idelity\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\x0c\x12\x12\n\x06tokens\x18\x05 \x03(\rB\x02\x10\x01\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x11\n\thold_only\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x14\n\x0ctime_left_ms\x18\t \x01(\x04\x12#\n\x07holders\x18\n \x03(\x0b\x32\x12.kvferry.v1.Source\x12\x0c\n\x04road\x18\x0b \x01(\t\x12\x0e\n\x06ticket\x18\x0c \x01(\x0c\x12\x13\n\x0bincarnation\x18\r \x01(\t\x12\x0c\n\x04warm\x18\x0e \x01(\x08\" \n\x08\x46\x65tchAck\x12\x14\n\x0c\x66rame_number\x18\x01 \x01(\r\"\xbd\x01\n\rFetchResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.kvferry.v1.FetchProgressH\x00\x12\"\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.FrameH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.FetchEndH\x00\x12)\n\x06offers\x18\x04 \x01(\x0b\x32\x17.kvferry.v1.FetchOffersH\x00\x42\t\n\x07message\"I\n\x0b\x46\x65tchOffers\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12%\n\x06offers\x18\x02 \x03(\x0b\x32\x15.kvferry.v1.RoadOffer\")\n\tRoadOffer\x12\x0c\n\x04road\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\x0c\"s\n\rFetchProgress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.kvferry.v1.FetchState\x12\x19\n\x11num_sealed_blocks\x18\x03 \x01(\r\x12\x12\n\nis_reading\x18\x04 \x01(\x08\"M\n\x05\x46rame\x12\x14\n\x0c\x66rame_number\x18\x01 \x01(\r\x12\x0e\n\x06header\x18\x02 \x01(\x0c\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\r\n\x05place\x18\x04 \x01(\x0c\"c\n\x08\x46\x65tchEnd\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.kvferry.v1.FetchEndReason\x12\x1b\n\x13\x66irst_missing_block\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t*u\n\nFetchState\x12\x1b\n\x17\x46\x45TCH_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46\x45TCH_STATE_QUEUED\x10\x01\x12\x19\n\x15\x46\x45TCH_STATE_COMPUTING\x10\x02\x12\x17\n\x13\x46\x45TCH_STATE_SENDING\x10\x03*\xad\x02\n\x0e\x46\x65tchEndReason\x12 \n\x1c\x46\x45TCH_END_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x46\x45TCH_END_REASON_COMPLETE\x10\x01\x12\x1c\n\x18\x46\x45TCH_END_REASON_MISSING\x10\x02\x12\x1e\n\x1a\x46\x45TCH_END_REASON_TOO_LARGE\x10\x03\x12\x1c\n\x18\x46\x45TCH_END_REASON_REFUSED\x10\x04\x12\x1d\n\x19\x46\x45TCH_END_REASON_DEADLINE\x10\x05\x12!\n\x1d\x46\x45TCH_END_REASON_ENGINE_ERROR\x10\x06\x12\x1d\n\x19\x46\x45TCH_END_REASON_SHUTDOWN\x10\x07\x12\x1d\n\x19\x46\x45TCH_END_REASON_STRANGER\x10\x08\x32P\n\x0c\x46\x65tchService\x12@\n\x05\x46\x65tch\x12\x18.kvferry.v1.FetchRequest\x1a\x19.kvferry.v1.FetchResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvferry/v1/fetch.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xdc\x01\n\x0c\x46\x65tchRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.kvferry.v1.FetchOpenH\x00\x12#\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x14.kvferry.v1.FetchAckH\x00\x12%\n\x04meet\x18\x03 \x01(\x0b\x32\x15.kvferry.v1.FetchMeetH\x00\x12\'\n\x05probe\x18\x04 \x01(\x0b\x32\x16.kvferry.v1.FetchProbeH\x00\x12%\n\x04\x64one\x18\x05 \x01(\x0b\x32\x15.kvferry.v1.FetchDoneH\x00\x42\t\n\x07message\"I\n\tFetchMeet\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x10\n\x08\x66idelity\x18\x03 \x01(\t\">\n\nFetchProbe\x12\x0c\n\x04road\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\xa1\x02\n\tFetchOpen\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x10\n\x08\x66idelity\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\x0c\x12\x12\n\x06tokens\x18\x05 \x03(\rB\x02\x10\x01\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x11\n\thold_only\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x14\n\x0ctime_left_ms\x18\t \x01(\x04\x12#\n\x07holders\x18\n \x03(\x0b\x32\x12.kvferry.v1.Source\x12\x0c\n\x04road\x18\x0b \x01(\t\x12\x0e\n\x06ticket\x18\x0c \x01(\x0c\x12\x13\n\x0bincarnation\x18\r \x01(\t\x12\x0c\n\x04warm\x18\x0e \x01(\x08\" \n\x08\x46\x65tchAck\x12\x14\n\x0c\x66rame_number\x18\x01 \x01(\r\"\x0b\n\tFetchDone\"\xe4\x01\n\rFetchResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.kvferry.v1.FetchProgressH\x00\x12\"\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.FrameH\x00\x12#\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.FetchEndH\x00\x12)\n\x06offers\x18\x04 \x01(\x0b\x32\x17.kvferry.v1.FetchOffersH\x00\x12%\n\x04\x64one\x18\x05 \x01(\x0b\x32\x15.kvferry.v1.FetchDoneH\x00\x42\t\n\x07message\"I\n\x0b\x46\x65tchOffers\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12%\n\x06offers\x18\x02 \x03(\x0b\x32\x15.kvferry.v1.RoadOffer\")\n\tRoadOffer\x12\x0c\n\x04road\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\x0c\"s\n\rFetchProgress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x05state\x18\x02 \x01(\x0e\x32\x16.kvferry.v1.FetchState\x12\x19\n\x11num_sealed_blocks\x18\x03 \x01(\r\x12\x12\n\nis_reading\x18\x04 \x01(\x08\"M\n\x05\x46rame\x12\x14\n\x0c\x66rame_number\x18\x01 \x01(\r\x12\x0e\n\x06header\x18\x02 \x01(\x0c\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\r\n\x05place\x18\x04 \x01(\x0c\"c\n\x08\x46\x65tchEnd\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.kvferry.v1.FetchEndReason\x12\x1b\n\x13\x66irst_missing_block\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t*u\n\nFetchState\x12\x1b\n\x17\x46\x45TCH_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46\x45TCH_STATE_QUEUED\x10\x01\x12\x19\n\x15\x46\x45TCH_STATE_COMPUTING\x10\x02\x12\x17\n\x13\x46\x45TCH_STATE_SENDING\x10\x03*\xad\x02\n\x0e\x46\x65tchEndReason\x12 \n\x1c\x46\x45TCH_END_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x46\x45TCH_END_REASON_COMPLETE\x10\x01\x12\x1c\n\x18\x46\x45TCH_END_REASON_MISSING\x10\x02\x12\x1e\n\x1a\x46\x45TCH_END_REASON_TOO_LARGE\x10\x03\x12\x1c\n\x18\x46\x45TCH_END_REASON_REFUSED\x10\x04\x12\x1d\n\x19\x46\x45TCH_END_REASON_DEADLINE\x10\x05\x12!\n\x1d\x46\x45TCH_END_REASON_ENGINE_ERROR\x10\x06\x12\x1d\n\x19\x46\x45TCH_END_REASON_SHUTDOWN\x10\x07\x12\x1d\n\x19\x46\x45TCH_END_REASON_STRANGER\x10\x08\x32P\n\x0c\x46\x65tchService\x12@\n\x05\x46\x65tch\x12\x18.kvferry.v1.FetchRequest\x1a\x19.kvferry.v1.FetchResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,32 +34,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FETCHOPEN'].fields_by_name['tokens']._loaded_options = None
   _globals['_FETCHOPEN'].fields_by_name['tokens']._serialized_options = b'\020\001'
-  _globals['_FETCHSTATE']._serialized_start=1319
-  _globals['_FETCHSTATE']._serialized_end=1436
-  _globals['_FETCHENDREASON']._serialized_start=1439
-  _globals['_FETCHENDREASON']._serialized_end=1740
+  _globals['_FETCHSTATE']._serialized_start=1410
+  _globals['_FETCHSTATE']._serialized_end=1527
+  _globals['_FETCHENDREASON']._serialized_start=1530
+  _globals['_FETCHENDREASON']._serialized_end=1831
   _globals['_FETCHREQUEST']._serialized_start=64
-  _globals['_FETCHREQUEST']._serialized_end=245
-  _globals['_FETCHMEET']._serialized_start=247
-  _globals['_FETCHMEET']._serialized_end=320
-  _globals['_FETCHPROBE']._serialized_start=322
-  _globals['_FETCHPROBE']._serialized_end=384
-  _globals['_FETCHOPEN']._serialized_start=387
-  _globals['_FETCHOPEN']._serialized_end=676
-  _globals['_FETCHACK']._serialized_start=678
-  _globals['_FETCHACK']._serialized_end=710
-  _globals['_FETCHRESPONSE']._serialized_start=713
-  _globals['_FETCHRESPONSE']._serialized_end=902
-  _globals['_FETCHOFFERS']._serialized_start=904
-  _globals['_FETCHOFFERS']._serialized_end=977
-  _globals['_ROADOFFER']._serialized_start=979
-  _globals['_ROADOFFER']._serialized_end=1020
-  _globals['_FETCHPROGRESS']._serialized_start=1022
-  _globals['_FETCHPROGRESS']._serialized_end=1137
-  _globals['_FRAME']._serialized_start=1139
-  _globals['_FRAME']._serialized_end=1216
-  _globals['_FETCHEND']._serialized_start=1218
-  _globals['_FETCHEND']._serialized_end=1317
-  _globals['_FETCHSERVICE']._serialized_start=1742
-  _globals['_FETCHSERVICE']._serialized_end=1822
+  _globals['_FETCHREQUEST']._serialized_end=284
+  _globals['_FETCHMEET']._serialized_start=286
+  _globals['_FETCHMEET']._serialized_end=359
+  _globals['_FETCHPROBE']._serialized_start=361
+  _globals['_FETCHPROBE']._serialized_end=423
+  _globals['_FETCHOPEN']._serialized_start=426
+  _globals['_FETCHOPEN']._serialized_end=715
+  _globals['_FETCHACK']._serialized_start=717
+  _globals['_FETCHACK']._serialized_end=749
+  _globals['_FETCHDONE']._serialized_start=751
+  _globals['_FETCHDONE']._serialized_end=762
+  _globals['_FETCHRESPONSE']._serialized_start=765
+  _globals['_FETCHRESPONSE']._serialized_end=993
+  _globals['_FETCHOFFERS']._serialized_start=995
+  _globals['_FETCHOFFERS']._serialized_end=1068
+  _globals['_ROADOFFER']._serialized_start=1070
+  _globals['_ROADOFFER']._serialized_end=1111
+  _globals['_FETCHPROGRESS']._serialized_start=1113
+  _globals['_FETCHPROGRESS']._serialized_end=1228
+  _globals['_FRAME']._serialized_start=1230
+  _globals['_FRAME']._serialized_end=1307
+  _globals['_FETCHEND']._serialized_start=1309
+  _globals['_FETCHEND']._serialized_end=1408
+  _globals['_FETCHSERVICE']._serialized_start=1833
+  _globals['_FETCHSERVICE']._serialized_end=1913
 # @@protoc_insertion_point(module_scope)

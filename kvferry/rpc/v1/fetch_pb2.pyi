@@ -41,16 +41,18 @@ FETCH_END_REASON_SHUTDOWN: FetchEndReason
 FETCH_END_REASON_STRANGER: FetchEndReason
 
 class FetchRequest(_message.Message):
-    __slots__ = ("open", "ack", "meet", "probe")
+    __slots__ = ("open", "ack", "meet", "probe", "done")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     MEET_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
     open: FetchOpen
     ack: FetchAck
     meet: FetchMeet
     probe: FetchProbe
-    def __init__(self, open: _Optional[_Union[FetchOpen, _Mapping]] = ..., ack: _Optional[_Union[FetchAck, _Mapping]] = ..., meet: _Optional[_Union[FetchMeet, _Mapping]] = ..., probe: _Optional[_Union[FetchProbe, _Mapping]] = ...) -> None: ...
+    done: FetchDone
+    def __init__(self, open: _Optional[_Union[FetchOpen, _Mapping]] = ..., ack: _Optional[_Union[FetchAck, _Mapping]] = ..., meet: _Optional[_Union[FetchMeet, _Mapping]] = ..., probe: _Optional[_Union[FetchProbe, _Mapping]] = ..., done: _Optional[_Union[FetchDone, _Mapping]] = ...) -> None: ...
 
 class FetchMeet(_message.Message):
     __slots__ = ("protocol_version", "model_id", "fidelity")
@@ -110,17 +112,23 @@ class FetchAck(_message.Message):
     frame_number: int
     def __init__(self, frame_number: _Optional[int] = ...) -> None: ...
 
+class FetchDone(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class FetchResponse(_message.Message):
-    __slots__ = ("progress", "frame", "end", "offers")
+    __slots__ = ("progress", "frame", "end", "offers", "done")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
     progress: FetchProgress
     frame: Frame
     end: FetchEnd
     offers: FetchOffers
-    def __init__(self, progress: _Optional[_Union[FetchProgress, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., end: _Optional[_Union[FetchEnd, _Mapping]] = ..., offers: _Optional[_Union[FetchOffers, _Mapping]] = ...) -> None: ...
+    done: FetchDone
+    def __init__(self, progress: _Optional[_Union[FetchProgress, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ..., end: _Optional[_Union[FetchEnd, _Mapping]] = ..., offers: _Optional[_Union[FetchOffers, _Mapping]] = ..., done: _Optional[_Union[FetchDone, _Mapping]] = ...) -> None: ...
 
 class FetchOffers(_message.Message):
     __slots__ = ("incarnation", "offers")

@@ -47,7 +47,7 @@ class FetchServiceServicer:
     """
 
     def Fetch(self, request_iterator, context):
-        """One stream fetches one chain. What the source holds for it ends with the stream.
+        """A call fetches one chain, or is a meeting; after `done` it goes on to the next. What the source holds for a fetch ends with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
