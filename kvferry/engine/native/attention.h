@@ -117,6 +117,7 @@ INLINE void score_keys(const HeadTile *t, const int count, const Group *group, i
             for (int g = 0; g < KEY_VECTORS; g++) {
                 int first = (begin + g) * LANES;
                 key[g] = load_kv(group->keys[first / 16], (long)d * block + first % 16, is_bfloat16);
+                IN_REGISTER(key[g]);
             }
             for (int q = 0; q < count; q++) {
                 vec value = splat(t->query[q][d]);
@@ -235,15 +236,15 @@ INLINE void attend_group(HeadTile *t, const int *position, const int count, cons
             if (is_cut) score[g] = choose(is_visible(g, seen, unseen), score[g], splat(-__builtin_inff()));
             tops = larger(tops, score[g]);
         }
-        float highest = largest(tops), next = highest > t->best[q] ? highest : t->best[q];
-        if (next > t->best[q]) {
-            float rescale = exponential(splat(t->best[q] - next))[0];
-            t->total[q] *= splat(rescale);
-            for (int d = 0; d < width; d += LANES) store(t->out[q] + d, load(t->out[q] + d) * splat(rescale));
+        if (exceeds(tops, splat(t->best[q]))) {  // seldom after the first groups: what follows does not wait for the largest
+            float next = largest(tops);
+            vec rescale = exponential(splat(t->best[q] - next));
+            t->total[q] *= rescale;
+            for (int d = 0; d < width; d += LANES) store(t->out[q] + d, load(t->out[q] + d) * rescale);
+            t->best[q] = next;
         }
-        t->best[q] = next;
         for (int g = 0; g < GROUP_VECTORS; g++) {
-            vec one = exponential(score[g] - splat(next));
+            vec one = exponential(score[g] - splat(t->best[q]));
             if (is_cut) one = choose(is_visible(g, seen, unseen), one, (vec){});  // exactly nothing
 #ifdef __AVX512BF16__
             if (in_pairs) {

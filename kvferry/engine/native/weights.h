@@ -259,11 +259,16 @@ INLINE void tile_bytes(Quantized x, long row, const uint8_t *panel, int inner, f
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v] = sums_from(x.offset[(row + r) * groups + g]);
         for (int k = 0; k < group; k += 4) {
+            Sums weights[PANEL_VECTORS];
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                memcpy(&weights[v], panel + (long)k * PANEL + 4 * LANES * v, sizeof(Sums));
+                IN_REGISTER(weights[v]);
+            }
             for (int r = 0; r < rows; r++) {
                 int32_t four;
                 memcpy(&four, x.bytes + (row + r) * inner + g * group + k, 4);
                 for (int v = 0; v < PANEL_VECTORS; v++)
-                    whole[r][v] = multiply_add(whole[r][v], panel + (long)k * PANEL + 4 * LANES * v, four);
+                    whole[r][v] = multiply_add(whole[r][v], (const uint8_t *)&weights[v], four);
             }
         }
         const float *scales = (const float *)(panel + (long)group * PANEL);
