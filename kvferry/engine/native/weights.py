@@ -40,7 +40,7 @@ class PackedWeights:
     ):
         self._library, self._tensors, self._kind = library, tensors, kind
         self._kept: list[Any] = []
-        self._room = _Room()
+        self._room, self._slice = _Room(), torch.empty(0)
         c = config
         queries, keys = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
         for width in (c.hidden_size, c.intermediate_size, queries):
@@ -70,6 +70,7 @@ class PackedWeights:
         head = "model.embed_tokens" if c.is_tied else "lm_head"
         self.output_layer = self._matrix({head: c.vocabulary_size}, c.hidden_size)
         tensors.refuse_extra({"lm_head.weight"} if c.is_tied else set())
+        self._slice = torch.empty(0)
         self._kept.append(layers)
         self.layers = ctypes.addressof(layers)
         on_progress(1.0)
@@ -100,11 +101,17 @@ class PackedWeights:
         return packed.ctypes.data
 
     def _rows(self, mapped: dict[str, torch.Tensor], begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of all parts together, in float32."""
-        found, offset = list[torch.Tensor](), 0
+        """Rows [begin, end) of all parts together, in float32, good until the next call."""
+        inner = next(iter(mapped.values())).shape[1]
+        if self._slice.numel() < (end - begin) * inner:
+            self._slice = torch.empty((end - begin) * inner)
+        rows = self._slice[: (end - begin) * inner].view(end - begin, inner)
+        filled = offset = 0
         for name, tensor in mapped.items():
-            piece = tensor[max(begin - offset, 0) : max(end - offset, 0)].float()
+            stored = tensor[max(begin - offset, 0) : max(end - offset, 0)]
             offset += tensor.shape[0]
+            piece = rows[filled : filled + len(stored)].copy_(stored)
+            filled += len(stored)
             lowest, highest = (float(bound) for bound in piece.aminmax()) if piece.numel() else (0.0, 0.0)
             largest = max(-lowest, highest)
             if not math.isfinite(largest):
@@ -115,8 +122,7 @@ class PackedWeights:
                 raise BeyondFloat16(
                     f"weights float16: tensor {name}.weight has values beyond {LARGEST_FLOAT16:g}: use float32"
                 )
-            found.append(piece)
-        return torch.cat(found).contiguous()
+        return rows
 
 
 class _Room:
