@@ -9,11 +9,8 @@
 // In pairs: of bfloat16 KV, with queries and weights rounded to bfloat16 too, two dims of a key, or one of two keys' values, are
 // multiplied at a time.
 
-#define MAX_QUERIES 6
-#define GROUP_KEYS 32
 #define MAX_HEADS 8   // of KV, that a tile goes over together
 #define MAX_PAIRED_WIDTH 256
-#define MANY_TILES 8
 #define GROUP_VECTORS (GROUP_KEYS / LANES)
 #define KEY_VECTORS 2  // of a group's keys, scored together: with 6 queries what the registers hold
 #ifdef __AVX512F__
@@ -21,19 +18,6 @@
 #else
 #define VALUE_VECTORS 2
 #endif
-
-typedef struct {
-    int32_t layers, heads, kv_heads, head, block, window, is_bfloat16, in_pairs;
-    float scale;
-} Shape;
-
-typedef struct {
-    int32_t spans, threads;
-    const int32_t *positions;        // [rows]
-    const int32_t *begins, *tables;  // [spans + 1] rows; [spans] where a span's table begins in `table`
-    const int32_t *table;            // slots
-    void *blocks;
-} Spans;
 
 INLINE vec load_kv(const void *base, long at, const int is_bfloat16) {
     return is_bfloat16 ? load_bfloat16((const uint16_t *)base + at) : load((const float *)base + at);
