@@ -81,6 +81,7 @@ def bench_engine(
     model: Model = None,
     weights: Weights = "float32",
     kv: Kv = "float32",
+    device: Device = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
@@ -89,7 +90,7 @@ def bench_engine(
 
     directory = directory_of(model)
     with told_errors():
-        print_engine_figures(directory, weights, kv, threads, as_json)
+        print_engine_figures(directory, weights, kv, threads, as_json, device)
 
 
 @bench_app.command("exact")
@@ -134,6 +135,7 @@ def bench_quality(
         typer.Option("--weights", help="float32, float16, bfloat16 or int8; may be given more than once."),
     ] = None,
     kv: Kv = "float32",
+    device: Device = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
     as_json: Json = False,
 ) -> None:
@@ -142,7 +144,8 @@ def bench_quality(
 
     directory = directory_of(model)
     with told_errors():
-        print_quality(directory, weights or ["float16", "bfloat16", "int8"], kv, threads, as_json)
+        kinds = weights or ["float16", "bfloat16", *(["int8"] if device == "cpu" else [])]
+        print_quality(directory, kinds, kv, threads, as_json, device)
 
 
 @bench_app.command("transport")

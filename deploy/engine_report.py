@@ -9,17 +9,20 @@ from rich.table import Table
 TABLE_WIDTH = 120
 
 
-def print_engine_figures(directory: Path, weights: str, kv: str, num_threads: int, as_json: bool) -> None:
+def print_engine_figures(
+    directory: Path, weights: str, kv: str, num_threads: int, as_json: bool, device: str = "cpu"
+) -> None:
     from kvferry.engine.bench import measure
 
     table = Table(
         "workload", "ms a step", "tokens/s", "floor ms", "share of the floor", "GFLOP/s", "GB/s", "bound by", "outside"
     )
-    for figure in measure(directory, weights, kv, num_threads):
+    for figure in measure(directory, weights, kv, num_threads, device):
         ceilings = figure.ceilings
         step_ms, floor_ms = figure.step_s * 1e3, figure.floor_s * 1e3
         if as_json:
-            peer = {"peer": "kvferry", "threads": num_threads, "weights": weights, "workload": figure.workload}
+            peer = {"peer": "kvferry", "threads": num_threads, "weights": weights}
+            place = {"device": device, "workload": figure.workload}
             speed = {"tok_s": round(figure.tokens_per_s, 1), "step_ms": round(step_ms, 2)}
             floor = {
                 "floor_ms": round(floor_ms, 2),
@@ -33,7 +36,7 @@ def print_engine_figures(directory: Path, weights: str, kv: str, num_threads: in
                 "parts_ms": {name: round(seconds * 1e3, 2) for name, seconds in figure.part_s.items()},
             }
             common = {"figure": figure.workload, "value": speed["tok_s"], "unit": "tokens/s"}
-            print(json.dumps({**common, **peer, **speed, **floor}), flush=True)
+            print(json.dumps({**common, **peer, **place, **speed, **floor}), flush=True)
         else:
             row = (f"{step_ms:.1f}", f"{figure.tokens_per_s:.1f}", f"{floor_ms:.1f}", f"{figure.share:.0%}")
             rates = (_of(figure.flops_per_s, ceilings.flops_per_s), _of(figure.bytes_per_s, ceilings.bytes_per_s))

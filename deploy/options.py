@@ -26,7 +26,7 @@ Kv = Annotated[
         "--kv", help="What the pools keep and ship; 16 bits are half the bytes; auto: float32, on a device as weights."
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="Where workers' steps run: cpu, cuda or cuda:N.")]
+Device = Annotated[str, typer.Option("--device", help="Where steps run: cpu, cuda or cuda:N.")]
 Transport = Annotated[
     str,
     typer.Option(

@@ -8,11 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 
-def print_quality(directory: Path, kinds: Sequence[str], kv: str, num_threads: int, as_json: bool) -> None:
+def print_quality(
+    directory: Path, kinds: Sequence[str], kv: str, num_threads: int, as_json: bool, device: str = "cpu"
+) -> None:
     from kvferry.engine.quality import measure_quality
 
     table = Table("weights", "kv", "tokens", "perplexity", "agreement", "mean KL, nats", "largest logit difference")
-    for quality in measure_quality(directory, kinds, num_threads, kv=kv):
+    for quality in measure_quality(directory, kinds, num_threads, kv=kv, device=device):
         if as_json:
             common = {
                 "figure": f"perplexity_{quality.kind}",
@@ -24,6 +26,7 @@ def print_quality(directory: Path, kinds: Sequence[str], kv: str, num_threads: i
                 "threads": num_threads,
                 "weights": quality.kind,
                 "kv": quality.kv,
+                "device": device,
                 "tokens": quality.num_tokens,
             }
             distance = {

@@ -19,7 +19,7 @@ from kvferry.engine.load import EngineSettings, load_engine
 from kvferry.engine.native.decoder import NativeRunner
 from kvferry.engine.native.library import PARTS
 from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
-from kvferry.engine.roofline import Ceilings, measure_ceilings
+from kvferry.engine.roofline import Ceilings, measure_ceilings, measure_device_ceilings
 from kvferry.errors import ConfigurationError
 
 PREFILLS = (128, 1024)
@@ -63,12 +63,12 @@ class Figure:
         return self.floor_s / self.step_s
 
 
-def measure(directory: Path, weights: str, kv: str, num_threads: int) -> Iterator[Figure]:
+def measure(directory: Path, weights: str, kv: str, num_threads: int, device: str = "cpu") -> Iterator[Figure]:
     torch.set_num_threads(num_threads)
-    engine = load_engine(
-        directory, EngineSettings(kv_tokens=20 * 1024, num_threads=num_threads, weights=weights, kv=kv)
-    )
-    ceilings = measure_ceilings(engine.costs.weights)
+    settings = EngineSettings(20 * 1024, num_threads=num_threads, weights=weights, kv=kv, device=device)
+    engine = load_engine(directory, settings)
+    kind = engine.costs.weights
+    ceilings = measure_ceilings(kind) if device == "cpu" else measure_device_ceilings(kind, device)
     longest = max(*PREFILLS, *(context + 1 for context, _ in DECODES))
     if engine.identity.context_tokens < longest:
         raise ConfigurationError(

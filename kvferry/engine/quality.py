@@ -87,8 +87,9 @@ def measure_quality(
     num_threads: int,
     tokens: Sequence[int] | None = None,
     kv: str = REFERENCE,
+    device: str = "cpu",
 ) -> Iterator[Quality]:
-    """float32 first, asked for or not, then each of `kinds` with that KV; over `tokens`, or else over our text.
+    """float32 first, asked for or not, then each of `kinds` with that KV; over `tokens`, or else over our text; all on `device`.
 
     Raises ConfigurationError for an unknown kind, and for one that this model or machine cannot have.
     """
@@ -98,11 +99,11 @@ def measure_quality(
     if tokens is None:
         tokens = ModelText(directory).encode(quality_text())
     window_tokens = min(WINDOW_TOKENS, modules_shape(directory, read_config(directory)).context_tokens)
-    reference = _load(directory, REFERENCE, REFERENCE, num_threads)
+    reference = _load(directory, REFERENCE, REFERENCE, num_threads, device)
     yield compare(REFERENCE, reference, reference, tokens, window_tokens)
     for kind in dict.fromkeys(kinds):
         if (kind, kv) != (REFERENCE, REFERENCE):
-            yield compare(kind, reference, _load(directory, kind, kv, num_threads), tokens, window_tokens, kv)
+            yield compare(kind, reference, _load(directory, kind, kv, num_threads, device), tokens, window_tokens, kv)
 
 
 def compare(
@@ -135,8 +136,8 @@ def compare(
     return sums.quality(kind, kv)
 
 
-def _load(directory: Path, kind: str, kv: str, num_threads: int) -> LogitsRunner:
-    settings = EngineSettings(WINDOW_TOKENS, BLOCK_SIZE, num_threads=num_threads, weights=kind, kv=kv)
+def _load(directory: Path, kind: str, kv: str, num_threads: int, device: str) -> LogitsRunner:
+    settings = EngineSettings(WINDOW_TOKENS, BLOCK_SIZE, num_threads=num_threads, weights=kind, kv=kv, device=device)
     engine = load_engine(directory, settings)
     assert isinstance(engine.runner, LogitsRunner), "every engine of a checkpoint has it"
     return engine.runner

@@ -1,14 +1,13 @@
 """Block memory in a torch tensor, one slot's KV of all layers in one run, in the canonical layout of kvferry/kv/memory.py."""
 
-import contextlib
 import math
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.engine.pages import map_pages
 from kvferry.kv.memory import BlockFormat
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -34,7 +33,8 @@ class TorchMemory:
         """`dtype` is one of DTYPES."""
         shape = (num_layers, 2, num_kv_heads, block_size, head_size)
         numbers = (num_slots + 1, num_layers, 2, num_kv_heads, block_size * head_size)
-        self.blocks = _zeros(math.prod(numbers), DTYPES[dtype]).view(numbers)
+        pages = map_pages(math.prod(numbers) * DTYPES[dtype].itemsize)  # large ones pay: blocks lie anywhere
+        self.blocks = torch.frombuffer(pages, dtype=DTYPES[dtype]).view(numbers)
         self.keys, self.values = keys_and_values(self.blocks, block_size)
         self.format = BlockFormat(dtype, shape, block_size, self.blocks[0].numel() * self.blocks.element_size())
         self.num_slots = num_slots
@@ -62,12 +62,3 @@ def keys_and_values(blocks: torch.Tensor, block_size: int) -> tuple[torch.Tensor
     """Views of [slot, layer, K and V, KV head, numbers]: [slot, layer, KV head, dim, token] and [..., token, dim]."""
     dim = blocks.shape[-1] // block_size
     return blocks[:, :, 0].unflatten(-1, (dim, block_size)), blocks[:, :, 1].unflatten(-1, (block_size, dim))
-
-
-def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pages that are taken when they are first touched; large ones where the system has them, as blocks lie anywhere."""
-    mapped = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=dtype, count=count)

@@ -1,6 +1,7 @@
 """Engines whose steps run on a device, with the CPU's torch device for one: tiny random models against transformers alone."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,13 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from deploy.engine_report import print_engine_figures
 from kvferry.engine.device import Room, device_called
 from kvferry.engine.device_memory import DeviceMemory
 from kvferry.engine.load import EngineSettings, load_engine
 from kvferry.engine.load_device import load_on_device
 from kvferry.engine.modules_check import ROUNDINGS, SHARE_COMPARED
 from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
-from kvferry.engine.roofline import measure_device_ceilings
+from kvferry.engine.quality import measure_quality
+from kvferry.engine.roofline import Ceilings, measure_device_ceilings
 from kvferry.errors import ConfigurationError
 from tests.engine.test_modules import ARCHITECTURES, make_checkpoint, tokens_of
 
@@ -212,3 +215,25 @@ def test_a_devices_ceilings_are_measured(weights):
     ceilings = measure_device_ceilings(weights, "cpu", side=64, num_numbers=1 << 14)
     assert ceilings.flops_per_s > 0
     assert ceilings.bytes_per_s > 0
+
+
+def test_steps_and_quality_are_measured_where_they_are_told_to_be(llama, monkeypatch, capsys):
+    """The device's memory and modules, and its ceilings, by the options of the two commands."""
+    asked = []
+    monkeypatch.setattr("kvferry.engine.load.device_called", lambda name: asked.append(name) or HERE)
+    monkeypatch.setattr("kvferry.engine.bench.measure_device_ceilings", lambda weights, name: Ceilings(1e9, 1e9))
+    monkeypatch.setattr("kvferry.engine.bench.PREFILLS", (16,))
+    monkeypatch.setattr("kvferry.engine.bench.DECODES", ((16, 2),))
+    monkeypatch.setattr("kvferry.engine.quality.WINDOW_TOKENS", 64)
+    print_engine_figures(llama, "float32", "auto", 1, as_json=True, device="cuda:0")
+    figures = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["workload"], one["device"]) for one in figures] == [
+        ("prefill_16", "cuda:0"),
+        ("decode_c16_b2", "cuda:0"),
+    ]
+    assert {one["ceiling_gflop_s"] for one in figures} == {1.0}
+    tokens = tokens_of(0, 100)
+    exact, half = measure_quality(llama, ["bfloat16"], 1, tokens, "bfloat16", "cuda:0")
+    assert exact.agreement == 1
+    assert 0 < half.mean_kl < 0.1
+    assert asked == ["cuda:0"] * 3

@@ -3,8 +3,10 @@
 import gc
 import json
 import random
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -339,6 +341,28 @@ def test_loading_holds_little_more_than_the_weights(model_directory, weights):
     command = [sys.executable, "-c", LOADING, str(model_directory), weights]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 1 < float(run.stdout) < 1.3
+
+
+def flags_of_pages(address):
+    """What the kernel says of the mapping that holds it."""
+    mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    for mapping in mappings:
+        first, last = (int(bound, 16) for bound in mapping.split(maxsplit=1)[0].split("-"))
+        if first <= address < last:
+            return re.search("VmFlags: (.*)", mapping)[1].split()
+    return []
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no large pages")
+def test_weights_and_pool_lie_in_large_pages_where_the_system_has_them(tmp_path):
+    """And each matrix from a cache line's beginning on."""
+    engine = load(make_checkpoint(tmp_path, vocab_size=203))
+    weights = engine.runner._weights
+    matrices = [one.ctypes.data for one in weights._kept if isinstance(one, np.ndarray)]
+    assert len(matrices) == 4 * 3 + 1
+    assert not any(address % 64 for address in matrices)
+    for address in (*matrices, engine.memory.address):
+        assert "hg" in flags_of_pages(address)
 
 
 def change_config(directory, **changes):

@@ -124,7 +124,7 @@ def test_the_text_has_prose_korean_and_code():
 
 def test_the_report_prints_an_object_a_line_or_a_table(checkpoint, monkeypatch, capsys):
     rows = [Quality("float32", 99, 7.25, 1.0, 0.0, 0.0), Quality("float16", 99, 7.5, 0.99, 1e-6, 0.01)]
-    monkeypatch.setattr("kvferry.engine.quality.measure_quality", lambda *arguments, kv: iter(rows))
+    monkeypatch.setattr("kvferry.engine.quality.measure_quality", lambda *arguments, kv, device: iter(rows))
     print_quality(checkpoint, ["float16"], "float32", 1, as_json=True)
     exact, half = map(json.loads, capsys.readouterr().out.splitlines())
     assert (exact["figure"], exact["value"], exact["unit"]) == ("perplexity_float32", 7.25, "perplexity")

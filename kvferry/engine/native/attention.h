@@ -9,11 +9,8 @@
 // In pairs: of bfloat16 KV, with queries and weights rounded to bfloat16 too, two dims of a key, or one of two keys' values, are
 // multiplied at a time.
 
-#define MAX_QUERIES 6
-#define GROUP_KEYS 32
 #define MAX_HEADS 8   // of KV, that a tile goes over together
 #define MAX_PAIRED_WIDTH 256
-#define MANY_TILES 8
 #define GROUP_VECTORS (GROUP_KEYS / LANES)
 #define KEY_VECTORS 2  // of a group's keys, scored together: with 6 queries what the registers hold
 #ifdef __AVX512F__
@@ -21,19 +18,6 @@
 #else
 #define VALUE_VECTORS 2
 #endif
-
-typedef struct {
-    int32_t layers, heads, kv_heads, head, block, window, is_bfloat16, in_pairs;
-    float scale;
-} Shape;
-
-typedef struct {
-    int32_t spans, threads;
-    const int32_t *positions;        // [rows]
-    const int32_t *begins, *tables;  // [spans + 1] rows; [spans] where a span's table begins in `table`
-    const int32_t *table;            // slots
-    void *blocks;
-} Spans;
 
 INLINE vec load_kv(const void *base, long at, const int is_bfloat16) {
     return is_bfloat16 ? load_bfloat16((const uint16_t *)base + at) : load((const float *)base + at);
@@ -117,6 +101,7 @@ INLINE void score_keys(const HeadTile *t, const int count, const Group *group, i
             for (int g = 0; g < KEY_VECTORS; g++) {
                 int first = (begin + g) * LANES;
                 key[g] = load_kv(group->keys[first / 16], (long)d * block + first % 16, is_bfloat16);
+                IN_REGISTER(key[g]);
             }
             for (int q = 0; q < count; q++) {
                 vec value = splat(t->query[q][d]);
@@ -235,15 +220,15 @@ INLINE void attend_group(HeadTile *t, const int *position, const int count, cons
             if (is_cut) score[g] = choose(is_visible(g, seen, unseen), score[g], splat(-__builtin_inff()));
             tops = larger(tops, score[g]);
         }
-        float highest = largest(tops), next = highest > t->best[q] ? highest : t->best[q];
-        if (next > t->best[q]) {
-            float rescale = exponential(splat(t->best[q] - next))[0];
-            t->total[q] *= splat(rescale);
-            for (int d = 0; d < width; d += LANES) store(t->out[q] + d, load(t->out[q] + d) * splat(rescale));
+        if (exceeds(tops, splat(t->best[q]))) {  // seldom after the first groups: what follows does not wait for the largest
+            float next = largest(tops);
+            vec rescale = exponential(splat(t->best[q] - next));
+            t->total[q] *= rescale;
+            for (int d = 0; d < width; d += LANES) store(t->out[q] + d, load(t->out[q] + d) * rescale);
+            t->best[q] = next;
         }
-        t->best[q] = next;
         for (int g = 0; g < GROUP_VECTORS; g++) {
-            vec one = exponential(score[g] - splat(next));
+            vec one = exponential(score[g] - splat(t->best[q]));
             if (is_cut) one = choose(is_visible(g, seen, unseen), one, (vec){});  // exactly nothing
 #ifdef __AVX512BF16__
             if (in_pairs) {

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("decoder.c", "attention.h", "weights.h", "vectors.h", "ceilings.h"))
+SOURCES = tuple(
+    FOLDER / name for name in ("decoder.c", "ahead.h", "attention.h", "weights.h", "vectors.h", "ceilings.h")
+)
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 
 

@@ -5,7 +5,10 @@
 // prompt was cut, or on the number of threads, which only share out whole output panels and whole (row, head) pairs.
 // Loaded by kvferry/engine/native/library.py. Knows nothing of sequences, pools or sampling.
 
+#include <omp.h>
+
 #include "vectors.h"
+#include "ahead.h"
 #include "weights.h"
 #include "attention.h"
 #include "ceilings.h"
@@ -125,28 +128,36 @@ void forward(const Model *m, const Batch *b) {
     const Shape *s = &m->shape;
     int rows = b->rows, kind = m->kind, threads = b->spans.threads, hidden = m->hidden;
     int queries = s->heads * s->head, projected = queries + 2 * s->kv_heads * s->head;
+    long first = steps_of(rows, hidden, projected, kind);
+    long steps = first + steps_of(rows, queries, hidden, kind) + steps_of(rows, hidden, 2 * m->intermediate, kind) +
+                 steps_of(rows, m->intermediate, hidden, kind);
+    Ahead ahead[threads];
+    look_ahead(ahead, s, &b->spans, 0, first);
     Watch watch;
     lap(&watch, b, PARTS);
     for (int layer = 0; layer < s->layers; layer++) {
         const Layer *l = m->layer + layer;
         rms_norm(b->hidden, l->input_norm, m->epsilon, rows, hidden, b->normed);
         lap(&watch, b, PART_OTHERS);
-        project(b->normed, rows, hidden, l->query_key_value, kind, projected, l->bias, b->projected, b->quantized, threads);
+        project(b->normed, rows, hidden, l->query_key_value, kind, projected, l->bias, b->projected, b->quantized, threads,
+                ahead);
         lap(&watch, b, PART_PROJECTIONS);
         write_kv(m, b, layer);
         lap(&watch, b, PART_OTHERS);
         attention(s, &b->spans, layer, b->projected, projected, b->attended, queries);
         lap(&watch, b, PART_ATTENTION);
-        project(b->attended, rows, queries, l->output, kind, hidden, NULL, b->normed, b->quantized, threads);
+        look_ahead(ahead, s, &b->spans, layer + 1, steps);
+        project(b->attended, rows, queries, l->output, kind, hidden, NULL, b->normed, b->quantized, threads, ahead);
         lap(&watch, b, PART_PROJECTIONS);
         add(b->hidden, b->normed, (long)rows * hidden);
         rms_norm(b->hidden, l->post_norm, m->epsilon, rows, hidden, b->normed);
         lap(&watch, b, PART_OTHERS);
-        project(b->normed, rows, hidden, l->gate_up, kind, 2 * m->intermediate, NULL, b->projected, b->quantized, threads);
+        project(b->normed, rows, hidden, l->gate_up, kind, 2 * m->intermediate, NULL, b->projected, b->quantized, threads,
+                ahead);
         lap(&watch, b, PART_PROJECTIONS);
         silu_gate(b->projected, rows, m->intermediate, b->gated);
         lap(&watch, b, PART_OTHERS);
-        project(b->gated, rows, m->intermediate, l->down, kind, hidden, NULL, b->normed, b->quantized, threads);
+        project(b->gated, rows, m->intermediate, l->down, kind, hidden, NULL, b->normed, b->quantized, threads, ahead);
         lap(&watch, b, PART_PROJECTIONS);
         add(b->hidden, b->normed, (long)rows * hidden);
         lap(&watch, b, PART_OTHERS);
@@ -156,13 +167,15 @@ void forward(const Model *m, const Batch *b) {
 // Logits [logit_rows][vocabulary] of some of the rows that `forward` left.
 void output(const Model *m, const Batch *b) {
     int hidden = m->hidden;
+    Ahead nothing[b->spans.threads];
+    memset(nothing, 0, sizeof nothing);
     Watch watch;
     lap(&watch, b, PARTS);
     for (int k = 0; k < b->logit_rows; k++)
         memcpy(b->normed + (long)k * hidden, b->hidden + (long)b->logit_row[k] * hidden, hidden * sizeof(float));
     rms_norm(b->normed, m->norm, m->epsilon, b->logit_rows, hidden, b->projected);
     project(b->projected, b->logit_rows, hidden, m->output_layer, m->kind, m->vocabulary, NULL, b->logits, b->quantized,
-            b->spans.threads);
+            b->spans.threads, nothing);
     lap(&watch, b, PART_OUTPUT_LAYER);
 }
 

@@ -22,6 +22,9 @@ INLINE vec load(const float *from) { return *(const vec *)from; }
 
 INLINE void store(float *to, vec value) { *(vec *)to = value; }
 
+// A load that is done once: else the compiler may repeat it as an operand of each multiplication, and loads are what there is least of.
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+
 INLINE vec load_float16(const uint16_t *from) {
 #ifdef __AVX512F__
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
@@ -87,6 +90,15 @@ INLINE float largest(vec v) {
     v = larger(v, turned(v, 2));
     v = larger(v, turned(v, 1));
     return v[0];
+}
+
+// Whether any lane of the first is larger; NaN is not.
+INLINE int exceeds(vec a, vec b) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#else
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
+#endif
 }
 
 // Of absolute values, as their bits: NaN and infinity are larger than all numbers.

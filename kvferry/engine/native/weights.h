@@ -89,28 +89,31 @@ INLINE void store_columns(float *to, const vec *sums, int columns) {
 }
 
 INLINE void tile(const float *x, long x_stride, const void *panel, int inner, float *y, long y_stride, int columns,
-                 const int rows, const int kind) {
+                 const int rows, const int kind, Ahead *ahead) {
     vec sums[MAX_ROWS][PANEL_VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] = (vec){};
-    for (long k = 0; k < inner; k++) {
-        vec weights[PANEL_VECTORS];
-        for (int v = 0; v < PANEL_VECTORS; v++) {
-            long at = k * PANEL + LANES * v;
-            weights[v] = kind == KIND_FLOAT16 ? load_float16((const uint16_t *)panel + at) : load((const float *)panel + at);
+    const char *next;
+    for (long k = 0, until, stride; k < inner;)
+        for (until = k + take(ahead, inner - k, &next, &stride); k < until; k++, next += stride) {
+            __builtin_prefetch(next);  // into all levels: what goes into the outer ones alone is dropped at times
+            vec weights[PANEL_VECTORS];
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                long at = k * PANEL + LANES * v;
+                weights[v] = kind == KIND_FLOAT16 ? load_float16((const uint16_t *)panel + at) : load((const float *)panel + at);
+            }
+            for (int r = 0; r < rows; r++) {
+                vec value = splat(x[r * x_stride + k]);
+                for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] += value * weights[v];
+            }
         }
-        for (int r = 0; r < rows; r++) {
-            vec value = splat(x[r * x_stride + k]);
-            for (int v = 0; v < PANEL_VECTORS; v++) sums[r][v] += value * weights[v];
-        }
-    }
     for (int r = 0; r < rows; r++) store_columns(y + r * y_stride, sums[r], columns);
 }
 
-#define TILE(n, kind) case n: tile(x, x_stride, panel, inner, y, y_stride, columns, n, kind); break;
+#define TILE(n, kind) case n: tile(x, x_stride, panel, inner, y, y_stride, columns, n, kind, ahead); break;
 
 static __attribute__((noinline)) void tile_float32(const float *x, long x_stride, const void *panel, int inner, float *y,
-                                                   long y_stride, int columns, int rows) {
+                                                   long y_stride, int columns, int rows, Ahead *ahead) {
     switch (rows) {
         TILE(1, KIND_FLOAT32) TILE(2, KIND_FLOAT32) TILE(3, KIND_FLOAT32)
         TILE(4, KIND_FLOAT32) TILE(5, KIND_FLOAT32) TILE(6, KIND_FLOAT32)
@@ -118,7 +121,7 @@ static __attribute__((noinline)) void tile_float32(const float *x, long x_stride
 }
 
 static __attribute__((noinline)) void tile_float16(const float *x, long x_stride, const void *panel, int inner, float *y,
-                                                   long y_stride, int columns, int rows) {
+                                                   long y_stride, int columns, int rows, Ahead *ahead) {
     switch (rows) {
         TILE(1, KIND_FLOAT16) TILE(2, KIND_FLOAT16) TILE(3, KIND_FLOAT16)
         TILE(4, KIND_FLOAT16) TILE(5, KIND_FLOAT16) TILE(6, KIND_FLOAT16)
@@ -259,11 +262,16 @@ INLINE void tile_bytes(Quantized x, long row, const uint8_t *panel, int inner, f
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < PANEL_VECTORS; v++) whole[r][v] = sums_from(x.offset[(row + r) * groups + g]);
         for (int k = 0; k < group; k += 4) {
+            Sums weights[PANEL_VECTORS];
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                memcpy(&weights[v], panel + (long)k * PANEL + 4 * LANES * v, sizeof(Sums));
+                IN_REGISTER(weights[v]);
+            }
             for (int r = 0; r < rows; r++) {
                 int32_t four;
                 memcpy(&four, x.bytes + (row + r) * inner + g * group + k, 4);
                 for (int v = 0; v < PANEL_VECTORS; v++)
-                    whole[r][v] = multiply_add(whole[r][v], panel + (long)k * PANEL + 4 * LANES * v, four);
+                    whole[r][v] = multiply_add(whole[r][v], (const uint8_t *)&weights[v], four);
             }
         }
         const float *scales = (const float *)(panel + (long)group * PANEL);
@@ -287,10 +295,17 @@ static __attribute__((noinline)) void tile_int8(Quantized x, long row, const uin
 
 // ---------------------------------------------------------------------------------------------------------- all kinds
 
+// Steps of its inner loops: these are what asks for KV meanwhile (see ahead.h), and those of float32 and float16 alone, since nothing
+// was gained with int8.
+static long steps_of(int rows, int inner, int out, int kind) {
+    if (kind != KIND_FLOAT32 && kind != KIND_FLOAT16) return 0;
+    return (long)((out + PANEL - 1) / PANEL) * ((rows + MAX_ROWS - 1) / MAX_ROWS) * inner;
+}
+
 // y [rows][out] = x [rows][inner] times the matrix, plus `bias` [out] if there is one. `scratch`: the rows in the kind's own form, for
 // int8 (see quantized_in) and bfloat16.
 static void project(const float *x, int rows, int inner, const void *packed, int kind, int out, const float *bias, float *y,
-                    void *scratch, int threads) {
+                    void *scratch, int threads, Ahead *ahead) {
     long panels = (out + PANEL - 1) / PANEL, bytes = panel_bytes(inner, kind);
     int most = kind == KIND_INT8 ? INT8_ROWS : MAX_ROWS, tiles = (rows + most - 1) / most;
     Quantized q = {0};
@@ -299,6 +314,7 @@ static void project(const float *x, int rows, int inner, const void *packed, int
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (long panel = 0; panel < panels; panel++) {
         const void *weights = (const char *)packed + panel * bytes;
+        Ahead *mine = ahead + omp_get_thread_num();
         int columns = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
         for (int t = 0, row = 0, count; t < tiles; t++, row += count) {
             count = (rows - row) / (tiles - t);  // tiles of even height: a low one does little for each weight that it loads
@@ -307,8 +323,8 @@ static void project(const float *x, int rows, int inner, const void *packed, int
             const uint16_t *pairs = (const uint16_t *)scratch + (long)row * inner;
             if (kind == KIND_INT8) tile_int8(q, row, weights, inner, to, out, columns, count);
             else if (kind == KIND_BFLOAT16) tile_bfloat16(pairs, inner, weights, inner, to, out, columns, count);
-            else if (kind == KIND_FLOAT16) tile_float16(from, inner, weights, inner, to, out, columns, count);
-            else tile_float32(from, inner, weights, inner, to, out, columns, count);
+            else if (kind == KIND_FLOAT16) tile_float16(from, inner, weights, inner, to, out, columns, count, mine);
+            else tile_float32(from, inner, weights, inner, to, out, columns, count, mine);
         }
     }
     if (bias)

@@ -16,6 +16,7 @@ import torch
 from kvferry.engine.checkpoint import Tensors
 from kvferry.engine.native.family import DecoderConfig, NotNative
 from kvferry.engine.native.library import KINDS, Layer, Library
+from kvferry.engine.pages import map_pages
 from kvferry.errors import ConfigurationError
 
 LARGEST_FLOAT16 = 65504.0
@@ -23,6 +24,8 @@ SLICE_NUMBERS = 1024 * 1024
 """Numbers that are converted at a time."""
 INT8_GROUP = 32
 CACHE_LINE = 64
+ROOM_BYTES = 64 * 1024 * 1024
+"""Mapped at a time; only what is written is taken."""
 
 
 class BeyondFloat16(ConfigurationError):
@@ -37,6 +40,7 @@ class PackedWeights:
     ):
         self._library, self._tensors, self._kind = library, tensors, kind
         self._kept: list[Any] = []
+        self._room, self._slice = _Room(), torch.empty(0)
         c = config
         queries, keys = c.num_heads * c.head_size, c.num_kv_heads * c.head_size
         for width in (c.hidden_size, c.intermediate_size, queries):
@@ -66,6 +70,7 @@ class PackedWeights:
         head = "model.embed_tokens" if c.is_tied else "lm_head"
         self.output_layer = self._matrix({head: c.vocabulary_size}, c.hidden_size)
         tensors.refuse_extra({"lm_head.weight"} if c.is_tied else set())
+        self._slice = torch.empty(0)
         self._kept.append(layers)
         self.layers = ctypes.addressof(layers)
         on_progress(1.0)
@@ -86,7 +91,7 @@ class PackedWeights:
         mapped = {name: self._tensors.mapped(f"{name}.weight", size, inner) for name, size in parts.items()}
         out, panel = sum(parts.values()), self._library.panel_width
         kind = KINDS[self._kind]
-        packed = _aligned(self._library.packed_bytes(out, inner, kind))
+        packed = self._room.take(self._library.packed_bytes(out, inner, kind))
         step = max(SLICE_NUMBERS // (inner * panel), 1) * panel
         for begin in range(0, out, step):
             rows = self._rows(mapped, begin, min(begin + step, out))
@@ -96,11 +101,17 @@ class PackedWeights:
         return packed.ctypes.data
 
     def _rows(self, mapped: dict[str, torch.Tensor], begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of all parts together, in float32."""
-        found, offset = list[torch.Tensor](), 0
+        """Rows [begin, end) of all parts together, in float32, good until the next call."""
+        inner = next(iter(mapped.values())).shape[1]
+        if self._slice.numel() < (end - begin) * inner:
+            self._slice = torch.empty((end - begin) * inner)
+        rows = self._slice[: (end - begin) * inner].view(end - begin, inner)
+        filled = offset = 0
         for name, tensor in mapped.items():
-            piece = tensor[max(begin - offset, 0) : max(end - offset, 0)].float()
+            stored = tensor[max(begin - offset, 0) : max(end - offset, 0)]
             offset += tensor.shape[0]
+            piece = rows[filled : filled + len(stored)].copy_(stored)
+            filled += len(stored)
             lowest, highest = (float(bound) for bound in piece.aminmax()) if piece.numel() else (0.0, 0.0)
             largest = max(-lowest, highest)
             if not math.isfinite(largest):
@@ -111,11 +122,19 @@ class PackedWeights:
                 raise BeyondFloat16(
                     f"weights float16: tensor {name}.weight has values beyond {LARGEST_FLOAT16:g}: use float32"
                 )
-            found.append(piece)
-        return torch.cat(found).contiguous()
+        return rows
 
 
-def _aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """From a cache line's beginning on: no vector is split over two."""
-    room = np.empty(num_bytes + CACHE_LINE, np.uint8)
-    return room[-room.ctypes.data % CACHE_LINE :][:num_bytes]
+class _Room:
+    """Places for matrices, each from a cache line's beginning on, so that no vector is split over two; and close together, so that
+    large pages hold them."""
+
+    def __init__(self) -> None:
+        self._pages: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        whole = -(-num_bytes // CACHE_LINE) * CACHE_LINE
+        if whole > self._pages.size:
+            self._pages = np.frombuffer(map_pages(max(whole, ROOM_BYTES)), np.uint8)
+        taken, self._pages = self._pages[:num_bytes], self._pages[whole:]
+        return taken
