@@ -30,10 +30,7 @@ class Copier:
         self._kept_off: int | None = None
 
     def each(self, work: Callable[[int], None], count: int, num_bytes: int) -> None:
-        """`work(number)` for each of `count` blocks, `num_bytes` in all: 0 where the source needs a core for the next frame meanwhile.
-
-        Raises what it raises, when both threads have stopped.
-        """
+        """`work(number)` for each of `count` blocks, `num_bytes` in all. Raises what it raises, when both threads have stopped."""
         numbers = iter(range(count))
         if self._other is None or num_bytes < MIN_SHARED_BYTES:
             _work_through(numbers, work)

@@ -303,8 +303,11 @@ class BlockReader:
             except (BadFrame, RoadFailed) as fault:
                 faults[k] = fault
 
-        is_read_in_place = arriving.meeting.road.is_read_in_place
-        self._copier.each(copy, len(slots), len(slots) * block_bytes if is_read_in_place else 0)
+        if arriving.meeting.road.is_read_in_place:
+            self._copier.each(copy, len(slots), len(slots) * block_bytes)
+        else:  # the source needs the other core for its next frame
+            for k in range(len(slots)):
+                copy(k)
         num_good = min(faults, default=len(slots))
         self._memory.filled(slots[:num_good])
         for slot in slots[:num_good]:
