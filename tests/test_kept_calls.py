@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvferry import messages as m
-from kvferry.rpc import kept_calls
+from kvferry.rpc import kept_calls, links
 from kvferry.streams import StreamEnded
 from tests.test_links import listening
 
@@ -196,3 +196,30 @@ async def test_a_dialer_that_closes_leaves_nothing_behind():
         await dialer.close()
         assert not dialer._kept._keeping
         await until(lambda: source.num_open_calls == 0)
+
+
+async def test_an_address_with_a_call_at_rest_outlives_its_channel(monkeypatch):
+    """A channel that others pushed out of the kept ones, or that lost its connection, takes its calls with it."""
+    monkeypatch.setattr(links, "MAX_CHANNELS", 1)
+    source = Source()
+    async with listening(serve_fetch=source.serve_fetch) as (_, dialer, address):
+        (await ask(dialer, address)).close()
+        await rested(dialer)
+        dialer.channel("127.0.0.1:1")
+        await ask(dialer, address, 2)
+        assert len(source.calls) == 2
+
+
+async def test_a_call_that_comes_to_rest_after_its_channel_was_given_up_is_not_taken():
+    source = Source()
+    async with listening(serve_fetch=source.serve_fetch) as (_, dialer, address):
+        stream, give_up = await ask(dialer, address), dialer._forget(address)
+        stream.close()
+        give_up()
+        await rested(dialer)
+        new = await ask(dialer, address, 2)
+        give_up()  # of the old channel, once more: not the new one's business
+        new.close()
+        await rested(dialer)
+        await ask(dialer, address, 3)
+        assert len(source.calls) == 2

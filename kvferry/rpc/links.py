@@ -190,10 +190,11 @@ class GrpcDialer:
         )
 
     def fetch(self, address: str) -> Any:
-        call = self._kept.take(address)
+        channel = self.channel(address)
+        call = self._kept.take(channel)
         if call is None:
-            call = self.channel(address).stream_stream(FETCH_METHOD)(metadata=self._metadata)
-        return _FetchStream(call, self._forget(address), partial(self._kept.keep, address))
+            call = channel.stream_stream(FETCH_METHOD)(metadata=self._metadata)
+        return _FetchStream(call, self._forget(address), partial(self._kept.keep, channel))
 
     def join(self, address: str) -> Any:
         call = registry_pb2_grpc.RegistryServiceStub(self.channel(address)).Join(metadata=self._metadata)  # type: ignore[call-arg]
@@ -211,7 +212,7 @@ class GrpcDialer:
         def forget() -> None:
             if self._channels.get(address) is channel:
                 del self._channels[address]
-                self._kept.forget(address)
+                self._kept.forget(channel)
 
         return forget
 
