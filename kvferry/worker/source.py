@@ -9,7 +9,7 @@ the coroutine.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,7 +49,7 @@ OPENING_TIMEOUT_S = 5.0
 MEETING_TIMEOUT_S = 60.0
 """For a reader to try a road: longer than any road takes to fail."""
 READER_TIMEOUT_S = 30.0
-"""A reader that has two frames, or all, and acknowledges none for so long is given up: its frames' blocks are in others' way."""
+"""A reader that takes no frame, or acknowledges none, for so long is given up: its frames' blocks are in others' way."""
 LINGER_S = 2.0
 
 
@@ -287,21 +287,27 @@ class _Serving:
         if self._computation is not None:
             self._computation.close()
         self._has_ended = True
-        await self._stream.send(end)
         with contextlib.suppress(_FetchIsOver):
+            async with self._while_it_reads("took no end"):
+                await self._stream.send(end)
             while self._in_flight:
                 await self._one_acknowledged()
             await asyncio.sleep(LINGER_S)
 
     async def _one_acknowledged(self) -> None:
-        """Raises _FetchIsOver for a reader that does not read."""
         self._acknowledged.clear()
+        async with self._while_it_reads("acknowledged nothing"):
+            await self._acknowledged.wait()
+
+    @contextlib.asynccontextmanager
+    async def _while_it_reads(self, otherwise: str) -> AsyncIterator[None]:
+        """Raises _FetchIsOver for a reader that does not read; nothing is held for it any more."""
         try:
             async with asyncio.timeout(READER_TIMEOUT_S):
-                await self._acknowledged.wait()
+                yield
         except TimeoutError:
             self._let_go()
-            detail = f"the reader acknowledged nothing for {READER_TIMEOUT_S:g} s"
+            detail = f"the reader {otherwise} for {READER_TIMEOUT_S:g} s"
             raise _FetchIsOver(FetchEnd(FetchEndReason.DEADLINE, self._next, detail)) from None
 
     async def _compute_all(self) -> None:
@@ -337,7 +343,8 @@ class _Serving:
         if self._source.link is not None:
             await self._source.link.pass_blocks(count)
         self._pace.sent(count, self._loop.now())
-        await self._stream.send(frame)
+        async with self._while_it_reads("took no frame"):
+            await self._stream.send(frame)
         self._source._counters.add("served_blocks", count)
         self._source._counters.add("served_bytes", count * form.block_bytes)
 

@@ -20,7 +20,7 @@ from kvferry.kv.block_id import chain_root
 from kvferry.kv.frame import MAX_HEADER_BYTES
 from kvferry.kv.pool import BlockPool
 from kvferry.kv.road import MIB, Road, known_roads
-from kvferry.messages import FetchAck, FetchEnd, FetchMeet, FetchOffers, FetchOpen, Frame, Source
+from kvferry.messages import FetchAck, FetchEnd, FetchEndReason, FetchMeet, FetchOffers, FetchOpen, Frame, Source
 from kvferry.rpc.frame_wire import fetch_down_from_bytes, fetch_up_to_bytes
 from kvferry.rpc.links import (
     FETCH_METHOD,
@@ -31,6 +31,7 @@ from kvferry.rpc.links import (
     bind,
     new_server,
 )
+from kvferry.worker import source
 from kvferry.worker.counters import Counters
 from kvferry.worker.loop import ThreadExecutor
 from kvferry.worker.meeting import Meetings
@@ -204,6 +205,20 @@ async def test_a_reader_that_acknowledges_nothing_has_two_frames_of_a_long_promp
         async with asyncio.timeout(2):
             while pool.counts.num_live:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_reader_that_stops_reading_keeps_no_blocks_from_others(monkeypatch):
+    """Its kernel and its grpc take what they have room for, and answer pings."""
+    monkeypatch.setattr(source, "READER_TIMEOUT_S", 0.5)
+    async with asyncio.timeout(30), serving(10, 8 * MIB) as served, aio.insecure_channel(served.address) as channel:
+        pool = served.worker.body.pool
+        call = await opened(channel, tokens_of(10))
+        async with asyncio.timeout(10):
+            while not pool.counts.num_live:
+                await asyncio.sleep(0.01)
+            while pool.counts.num_live:
+                await asyncio.sleep(0.01)
+        call.close()
 
 
 EDGE = 4 * MIB
