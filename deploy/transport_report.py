@@ -10,7 +10,7 @@ async def print_transport_figures(roads: list[str], num_rounds: int, as_json: bo
     """Raises ConfigurationError for an unknown road, FetchFailed where one does not work here."""
     from loadtest.transport import COMPARED_WITH, MAX_CHECK_SHARES, TARGETS, measure_roads
 
-    table = Table("road", "size", "ms", "GB/s", "compared with", "GB/s", "ratio", "target", "checking")
+    table = Table("road", "size", "ms", "GB/s", "compared with", "GB/s", "ratio", "target", "again", "checking")
     async for figure in measure_roads(roads, num_rounds):
         rate, bare_rate = (figure.num_bytes / seconds / 1e9 for seconds in (figure.fetch_s, figure.bare_s))
         target, max_check = TARGETS.get(figure.road), MAX_CHECK_SHARES.get(figure.road)
@@ -22,14 +22,17 @@ async def print_transport_figures(roads: list[str], num_rounds: int, as_json: bo
             print(json.dumps({**ratio, **common, **limit, **speed, "compared_with": COMPARED_WITH[figure.road]}))
             if figure.road == "ray":
                 continue
+            again = {"figure": f"{figure.road}_again_ratio", "value": round(figure.again_ratio, 3)}
+            print(json.dumps({**again, **common, "ms": round(figure.again_s * 1e3, 2)}))
             check = {"figure": f"{figure.road}_check_share", "value": round(figure.check_share, 3), **common}
             limit = {} if max_check is None else {"target": max_check, "holds": figure.check_share <= max_check}
             print(json.dumps({**check, **limit}), flush=True)
         else:
             row = (figure.road, figure.size, f"{figure.fetch_s * 1e3:.1f}", f"{rate:.2f}", COMPARED_WITH[figure.road])
-            check = "" if figure.road == "ray" else f"{figure.check_share:.0%}"
-            limits = ("" if target is None else f"{target:.2f}", check)
-            table.add_row(*row, f"{bare_rate:.2f}", f"{figure.ratio:.2f}", *limits)
+            more = ("", "") if figure.road == "ray" else (f"{figure.again_ratio:.2f}", f"{figure.check_share:.0%}")
+            limit = "" if target is None else f"{target:.2f}"
+            table.add_row(*row, f"{bare_rate:.2f}", f"{figure.ratio:.2f}", limit, *more)
     if not as_json:
         Console(highlight=False, width=max(Console().width, 110)).print(table)
-        print("checking: what a transfer without digests saves (not measured between actors)")
+        print("again: the ratio of blocks that were sent before, or came from elsewhere: their digests are known")
+        print("checking: what a transfer without digests saves (neither is measured between actors)")

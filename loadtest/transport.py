@@ -1,7 +1,7 @@
 """`kvferry bench transport`: what each road moves, beside what moving the same bytes costs with nothing around it.
 
-Rounds in turn: the road's fetch (digests on), then what it is compared with, in the same processes on the same memory. Ratios are of
-medians. Let nothing else run.
+Rounds in turn: the road's fetch of blocks that are sent for the first time, their digests taken and checked, then what it is compared
+with, on the same memory. Ratios are of medians. Let nothing else run.
 """
 
 import asyncio
@@ -30,13 +30,15 @@ Bare = Callable[[Size], Awaitable[float]]
 
 @dataclass(frozen=True, slots=True)
 class TransportFigure:
-    """Medians of a road and a size; seconds. Between actors the digests' share is not measured."""
+    """Medians of a road and a size; seconds. Between actors only the first one is measured of fetches."""
 
     road: str
     size: str
     num_bytes: int
     fetch_s: float
     bare_s: float
+    again_s: float
+    """The fetch of blocks that were sent before, or came from elsewhere: their digests are known."""
     unchecked_s: float
     """The fetch with no digests at either end."""
 
@@ -44,6 +46,10 @@ class TransportFigure:
     def ratio(self) -> float:
         """The road's rate against the bare one's."""
         return self.bare_s / self.fetch_s
+
+    @property
+    def again_ratio(self) -> float:
+        return self.bare_s / self.again_s
 
     @property
     def check_share(self) -> float:
@@ -61,7 +67,11 @@ async def measure_roads(names: list[str], num_rounds: int) -> AsyncIterator[Tran
 
 async def _in_two_processes(road: Road, num_rounds: int) -> AsyncIterator[TransportFigure]:
     keep_freed_memory()
-    async with serving(SOURCE, road.name) as address, serving(SOURCE, road.name, "unchecked") as unchecked_address:
+    async with (
+        serving(SOURCE, road.name) as address,
+        serving(SOURCE, road.name, "again") as again_address,
+        serving(SOURCE, road.name, "unchecked") as unchecked_address,
+    ):
         dialer = GrpcDialer(SECRET)
         reader = ReaderEnd(dialer, (road,))
 
@@ -74,16 +84,17 @@ async def _in_two_processes(road: Road, num_rounds: int) -> AsyncIterator[Transp
             with unchecked():
                 return await reader.fetch(unchecked_address, size)
 
-        async for figure in _rounds(road, reader, address, bare, unchecked_fetch, num_rounds):
+        async for figure in _rounds(road, reader, (address, again_address), bare, unchecked_fetch, num_rounds):
             yield figure
         await dialer.close()
 
 
 async def _in_process(road: Road, num_rounds: int) -> AsyncIterator[TransportFigure]:
     async with asyncio.TaskGroup() as group:
-        network, source = Network(group), SourceEnd((road,))
+        network, source, again = Network(group), SourceEnd((road,)), SourceEnd((road,), keeps_digests=True)
         network.listen("source", source)
-        running = group.create_task(source.loop.run())
+        network.listen("again", again)
+        running = [group.create_task(end.loop.run()) for end in (source, again)]
         reader = ReaderEnd(network, (road,))
 
         async def bare(size: Size) -> float:
@@ -93,9 +104,10 @@ async def _in_process(road: Road, num_rounds: int) -> AsyncIterator[TransportFig
             with unchecked():
                 return await reader.fetch("source", size)
 
-        async for figure in _rounds(road, reader, "source", bare, unchecked_fetch, num_rounds):
+        async for figure in _rounds(road, reader, ("source", "again"), bare, unchecked_fetch, num_rounds):
             yield figure
-        running.cancel()
+        for task in running:
+            task.cancel()
 
 
 async def _in_actors(road: Road, num_rounds: int) -> AsyncIterator[TransportFigure]:
@@ -103,23 +115,31 @@ async def _in_actors(road: Road, num_rounds: int) -> AsyncIterator[TransportFigu
 
     block_bytes, measured = await asyncio.to_thread(measure_in_actors, SIZES, num_rounds)
     for size, (fetches, bares) in zip(SIZES, measured, strict=True):
-        yield _figure(road, size, block_bytes, fetches, bares, fetches)
+        yield _figure(road, size, block_bytes, fetches, bares, fetches, fetches)
 
 
 async def _rounds(
-    road: Road, reader: ReaderEnd, address: str, bare: Bare, unchecked_fetch: Bare, num_rounds: int
+    road: Road, reader: ReaderEnd, addresses: tuple[str, str], bare: Bare, unchecked_fetch: Bare, num_rounds: int
 ) -> AsyncIterator[TransportFigure]:
+    """`addresses`: of a source that sends its blocks for the first time, and of one that sends them again."""
     for size in SIZES:
-        fetches, bares, uncheckeds = list[float](), list[float](), list[float]()
+        fetches, bares, agains, uncheckeds = list[float](), list[float](), list[float](), list[float]()
         for _ in range(num_rounds + 1):
-            fetches.append(await reader.fetch(address, size))
+            fetches.append(await reader.fetch(addresses[0], size))
             bares.append(await bare(size))
+            agains.append(await reader.fetch(addresses[1], size))
             uncheckeds.append(await unchecked_fetch(size))
-        yield _figure(road, size, reader.block_bytes, fetches[1:], bares[1:], uncheckeds[1:])
+        yield _figure(road, size, reader.block_bytes, fetches[1:], bares[1:], agains[1:], uncheckeds[1:])
 
 
 def _figure(
-    road: Road, size: Size, block_bytes: int, fetches: list[float], bares: list[float], uncheckeds: list[float]
+    road: Road,
+    size: Size,
+    block_bytes: int,
+    fetches: list[float],
+    bares: list[float],
+    agains: list[float],
+    uncheckeds: list[float],
 ) -> TransportFigure:
-    medians = (statistics.median(seconds) for seconds in (fetches, bares, uncheckeds))
+    medians = (statistics.median(seconds) for seconds in (fetches, bares, agains, uncheckeds))
     return TransportFigure(road.name, size.name, size.num_blocks * block_bytes, *medians)

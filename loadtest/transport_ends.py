@@ -28,10 +28,11 @@ from kvferry.messages import FetchDown, FetchOpen, FetchUp, Source
 from kvferry.process import run_process
 from kvferry.rpc.links import GrpcDialer, add_fetch_service, bind, new_server
 from kvferry.streams import Dialer, Stream
+from kvferry.worker import digests as digests_module
 from kvferry.worker import reader as reader_module
-from kvferry.worker import source as source_module
 from kvferry.worker.allocation import keep_freed_memory
 from kvferry.worker.counters import Counters
+from kvferry.worker.digests import BlockDigests
 from kvferry.worker.loop import EngineLoop
 from kvferry.worker.meeting import Meetings
 from kvferry.worker.patience import FetchBudgets
@@ -96,10 +97,19 @@ def idle_loop(pool: BlockPool, counters: Counters) -> EngineLoop:
     return EngineLoop(IdleScheduler(), IdleExecutor(), pool, counters, StepCosts(1.0, 1.0, 1.0, 1.0, 1.0))
 
 
+class NewDigests(BlockDigests):
+    """Of blocks that are sent for the first time, each time."""
+
+    def of(self, block_ids: ListOf[bytes], slots: ListOf[int]) -> list[bytes]:
+        self._kept.clear()
+        return super().of(block_ids, slots)
+
+
 class SourceEnd:
     """All sizes' chains, sealed, in one pool."""
 
-    def __init__(self, roads: ListOf[Road]):
+    def __init__(self, roads: ListOf[Road], keeps_digests: bool = False):
+        """`keeps_digests`: as a worker does with what it sends again, or has received."""
         num_slots = POOL_BLOCKS
         self.memory, self.pool = make_memory(num_slots), BlockPool(num_slots)
         rng, root = np.random.default_rng(7), chain_root(MODEL_ID, FIDELITY, b"")
@@ -118,7 +128,8 @@ class SourceEnd:
         counters = Counters()
         self.loop = idle_loop(self.pool, counters)
         identity = SourceIdentity(MODEL_ID, FIDELITY, f"bench-{os.getpid()}", 10**9)
-        self.source = BlockSource(identity, self.pool, self.memory, self.loop, counters, roads)
+        digests = (BlockDigests if keeps_digests else NewDigests)(self.pool, self.memory)
+        self.source = BlockSource(identity, self.pool, self.memory, digests, self.loop, counters, roads)
 
     async def serve_fetch(self, stream: Stream[FetchDown, FetchUp]) -> None:
         await self.source.serve_fetch(stream)
@@ -158,7 +169,8 @@ class ReaderEnd:
             self.memory.view(slot)[:] = bytes(self.memory.format.block_bytes)  # its pages are there
         meetings = Meetings(dialer, self.memory.format, roads, MODEL_ID, FIDELITY, 3.0)
         self.counters = Counters()
-        self.reader = BlockReader(dialer, self.memory, meetings, self.counters, FetchBudgets())
+        digests = BlockDigests(self.pool, self.memory)
+        self.reader = BlockReader(dialer, self.memory, digests, meetings, self.counters, FetchBudgets())
         self._root = chain_root(MODEL_ID, FIDELITY, b"")
         self._other = np.frombuffer(make_memory(num_slots)._bytes, np.uint8)
         self._other[:] = 7
@@ -221,24 +233,27 @@ async def bare_stream(dialer: GrpcDialer, address: str, num_bytes: int, message_
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """This process takes no digest and checks none: what the digests cost is what this saves. Nowhere but in this measurement."""
-    kept = (source_module.block_digest, reader_module.check_block)
-    source_module.block_digest = lambda block_id, block: bytes(16)
+    kept = (digests_module.block_digest, reader_module.check_block)
+    digests_module.block_digest = lambda block_id, block: bytes(16)
     reader_module.check_block = lambda block, copy: None
     try:
         yield
     finally:
-        source_module.block_digest, reader_module.check_block = kept
+        digests_module.block_digest, reader_module.check_block = kept
 
 
-async def _serve(road: str, is_unchecked: bool) -> None:
-    with unchecked() if is_unchecked else contextlib.nullcontext():
-        await SourceEnd(roads_called(road)).serve(lambda address: print(address, flush=True))
+async def _serve(road: str, mode: str = "new") -> None:
+    with unchecked() if mode == "unchecked" else contextlib.nullcontext():
+        await SourceEnd(roads_called(road), mode == "again").serve(lambda address: print(address, flush=True))
 
 
 def main() -> None:
-    """The source as a process of its own: says its address, ends with its parent; `unchecked` as second argument leaves digests out."""
+    """The source as a process of its own: says its address, ends with its parent.
+
+    Second argument: `again` keeps digests from one fetch to the next, `unchecked` takes none.
+    """
     keep_freed_memory()
-    run_process(_serve(sys.argv[1], sys.argv[2:] == ["unchecked"]), with_parent=True)
+    run_process(_serve(*sys.argv[1:3]), with_parent=True)
 
 
 if __name__ == "__main__":

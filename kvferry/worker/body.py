@@ -14,6 +14,7 @@ from kvferry.kv.pool import BlockPool
 from kvferry.messages import Role, WorkerDescription, WorkerProgress
 from kvferry.streams import Dialer
 from kvferry.worker.counters import Counters
+from kvferry.worker.digests import BlockDigests
 from kvferry.worker.loop import EngineLoop, Executor
 from kvferry.worker.meeting import Meetings
 from kvferry.worker.member import Membership
@@ -40,7 +41,10 @@ class WorkerBody:
             settings.silence_s,
             self.rates,
         )
-        self.reader = BlockReader(dialer, engine.memory, meetings, self.counters, settings.budgets, self.rates)
+        self._digests = BlockDigests(self.pool, engine.memory)
+        self.reader = BlockReader(
+            dialer, engine.memory, self._digests, meetings, self.counters, settings.budgets, self.rates
+        )
         self._executor, self._dialer = executor, dialer
         self.on_joined: Callable[[], None] = lambda: None
         """Called whenever a router has taken this worker in."""
@@ -49,7 +53,15 @@ class WorkerBody:
         identity, settings = self.identity, self.settings
         pair = SourceIdentity(identity.model_id, identity.fidelity, settings.incarnation, identity.context_tokens)
         return BlockSource(
-            pair, self.pool, self.engine.memory, loop, self.counters, settings.roads, computer, self.engine.link
+            pair,
+            self.pool,
+            self.engine.memory,
+            self._digests,
+            loop,
+            self.counters,
+            settings.roads,
+            computer,
+            self.engine.link,
         )
 
     def loop_for(self, scheduler: Scheduler) -> EngineLoop:

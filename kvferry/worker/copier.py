@@ -1,4 +1,4 @@
-"""Work on the blocks of a frame by two threads where the process may use two cores: each takes the next, so who is faster does more.
+"""Work on the blocks of a frame by two threads where the caller may use two cores: each takes the next, so who is faster does more.
 
 A call returns when all of it is done: no copy goes on afterwards, whatever was found, so a slot cannot be given away under one. The
 work must give up the interpreter's lock for its longer parts, as copies and digests do. Knows nothing of roads and pools.
@@ -21,21 +21,18 @@ MIN_SHARED_BYTES = 8 * 1024 * 1024
 class Copier:
     """Of one reader. Its thread begins with the first work that is worth sharing. One call at a time."""
 
-    def __init__(self, num_cores: int | None = None):
-        """`num_cores`: those that this process may use, if not given."""
-        self._cores = _cores()
-        is_alone = (num_cores or len(self._cores)) < 2
-        self._other = None if is_alone else ThreadPoolExecutor(1, thread_name_prefix="kvferry-copy")
+    def __init__(self) -> None:
+        self._other = ThreadPoolExecutor(1, thread_name_prefix="kvferry-copy")
         self._other_id: int | None = None
-        self._kept_off: int | None = None
+        self._kept_to = set[int]()
 
     def each(self, work: Callable[[int], None], count: int, num_bytes: int) -> None:
         """`work(number)` for each of `count` blocks, `num_bytes` in all. Raises what it raises, when both threads have stopped."""
         numbers = iter(range(count))
-        if self._other is None or num_bytes < MIN_SHARED_BYTES:
+        if num_bytes < MIN_SHARED_BYTES or len(cores := _cores()) < 2:
             _work_through(numbers, work)
             return
-        self._keep_off_this_core(self._other)
+        self._keep_off_this_core(cores)
         theirs = self._other.submit(_work_through, numbers, work)
         try:
             _work_through(numbers, work)
@@ -43,15 +40,16 @@ class Copier:
             if not theirs.cancel():  # it has begun
                 theirs.result()
 
-    def _keep_off_this_core(self, other: ThreadPoolExecutor) -> None:
+    def _keep_off_this_core(self, cores: set[int]) -> None:
+        """`cores`: those of the caller. Whoever confines it confines the other thread too."""
         here = _here()
-        if here is None or here == self._kept_off:
+        if here is None or (others := cores - {here}) == self._kept_to:
             return
         if self._other_id is None:
-            self._other_id = other.submit(threading.get_native_id).result()
+            self._other_id = self._other.submit(threading.get_native_id).result()
         with contextlib.suppress(OSError):  # the process was given other cores meanwhile
-            os.sched_setaffinity(self._other_id, self._cores - {here})
-            self._kept_off = here
+            os.sched_setaffinity(self._other_id, others)
+            self._kept_to = others
 
 
 def _work_through(numbers: Iterator[int], work: Callable[[int], None]) -> None:
@@ -60,6 +58,7 @@ def _work_through(numbers: Iterator[int], work: Callable[[int], None]) -> None:
 
 
 def _cores() -> set[int]:
+    """That this thread may use."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 

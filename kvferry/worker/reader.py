@@ -34,6 +34,7 @@ from kvferry.racing import until_first
 from kvferry.streams import Dialer, Stream, StreamEnded
 from kvferry.worker.copier import Copier
 from kvferry.worker.counters import Counters
+from kvferry.worker.digests import BlockDigests
 from kvferry.worker.meeting import Meeting, Meetings
 from kvferry.worker.patience import FetchBudgets, Patience
 from kvferry.worker.rates import MeasuredRates
@@ -106,12 +107,13 @@ class BlockReader:
         self,
         dialer: Dialer,
         memory: BlockMemory,
+        digests: BlockDigests,
         meetings: Meetings,
         counters: Counters,
         budgets: FetchBudgets,
         rates: MeasuredRates | None = None,
     ):
-        self._dialer, self._memory, self._meetings = dialer, memory, meetings
+        self._dialer, self._memory, self._digests, self._meetings = dialer, memory, digests, meetings
         self._counters, self._budgets, self._rates = counters, budgets, rates or MeasuredRates()
         self._copier = Copier()
 
@@ -310,8 +312,9 @@ class BlockReader:
                 copy(k)
         num_good = min(faults, default=len(slots))
         self._memory.filled(slots[:num_good])
-        for slot in slots[:num_good]:
+        for k, slot in zip(numbers[:num_good], slots, strict=False):
             sequence.received(slot)
+            self._digests.keep(blocks[k].block_id, slot, blocks[k].digest)
         for slot in reversed(slots[num_good:]):
             sequence.hold.put_back(slot)
         if num_good:

@@ -16,7 +16,7 @@ from typing import Protocol
 from kvferry.engine.engine import Link
 from kvferry.errors import ConfigurationError
 from kvferry.kv.block_id import chain, chain_root
-from kvferry.kv.frame import MAX_BLOCKS, PROBE_IDS, block_digest, pack_header
+from kvferry.kv.frame import MAX_BLOCKS, PROBE_IDS, pack_header
 from kvferry.kv.memory import BlockMemory
 from kvferry.kv.pool import BlockPool, Hold
 from kvferry.kv.road import Outlet, Road, SourceRoad
@@ -39,6 +39,7 @@ from kvferry.messages import (
 from kvferry.racing import until_first
 from kvferry.streams import Stream, StreamEnded
 from kvferry.worker.counters import Counters
+from kvferry.worker.digests import BlockDigests
 from kvferry.worker.loop import EngineLoop
 from kvferry.worker.pace import FramePace
 
@@ -116,6 +117,7 @@ class BlockSource:
         identity: SourceIdentity,
         pool: BlockPool,
         memory: BlockMemory,
+        digests: BlockDigests,
         loop: EngineLoop,
         counters: Counters,
         roads: Sequence[Road],
@@ -123,9 +125,8 @@ class BlockSource:
         link: Link | None = None,
     ):
         self.link = link
-        self._identity, self._pool, self._memory = identity, pool, memory
+        self._identity, self._pool, self._memory, self._digests = identity, pool, memory, digests
         self._loop, self._counters, self._computer = loop, counters, computer
-        self._digests: dict[int, tuple[int, bytes]] = {}  # by slot, with what it held
         self._laid = {road.name: (road, laid) for road in roads if (laid := road.lay(memory)) is not None}
         if not self._laid:
             names = ", ".join(road.name for road in roads)
@@ -179,15 +180,6 @@ class BlockSource:
             finally:
                 outlet.close()
             frame_number += 1
-
-    def digest(self, block_id: bytes, slot: int) -> bytes:
-        """Taken when a block is first sent, while it is still in the processor's cache, and kept for as long as the slot holds it."""
-        seal_number = self._pool.seal_number(slot)
-        kept_number, digest = self._digests.get(slot, (0, b""))
-        if kept_number != seal_number:
-            digest = block_digest(block_id, self._memory.view(slot))
-            self._digests[slot] = (seal_number, digest)
-        return digest
 
     def road(self, name: str) -> SourceRoad:
         return self._laid[name][1]
@@ -334,9 +326,8 @@ class _Serving:
         slots = [slot for id_ in ids if (slot := hold.adopt(id_)) is not None]
         assert len(slots) == count, "nothing is evicted between two statements"
         self._memory.to_host(slots)
-        digests = [self._source.digest(id_, slot) for id_, slot in zip(ids, slots, strict=True)]
+        header = pack_header(form, self._next, ids, self._source._digests.of(ids, slots))
         cargo = outlet.load(slots)
-        header = pack_header(form, self._next, ids, digests)
         frame = Frame(self._frame_number, header, cargo.payload, cargo.place)
         self._frame_number += 1
         self._next += count

@@ -7,35 +7,47 @@ from collections import Counter
 
 import pytest
 
+from kvferry.worker import copier as copier_module
 from kvferry.worker.copier import MIN_SHARED_BYTES, Copier
 
 COUNT = 200
 
 
+@pytest.fixture
+def num_cores():
+    return 2
+
+
+@pytest.fixture
+def copier(monkeypatch, num_cores):
+    """Of a caller that may use so many cores."""
+    monkeypatch.setattr(copier_module, "_cores", lambda: set(range(num_cores)))
+    return Copier()
+
+
 @pytest.mark.parametrize("num_cores", [1, 2])
-def test_each_block_is_worked_on_once(num_cores):
+def test_each_block_is_worked_on_once(copier):
     done = list[int]()
-    copier = Copier(num_cores)
     for _ in range(20):
         copier.each(done.append, COUNT, MIN_SHARED_BYTES)
     assert Counter(done) == dict.fromkeys(range(COUNT), 20)
 
 
-def test_two_threads_work_at_the_same_time():
+def test_two_threads_work_at_the_same_time(copier):
     """Each waits for the other, in vain if there is none."""
     both = threading.Barrier(2, timeout=5)
-    Copier(2).each(lambda number: both.wait() and None, 2, MIN_SHARED_BYTES)
+    copier.each(lambda number: both.wait() and None, 2, MIN_SHARED_BYTES)
 
 
 @pytest.mark.parametrize(("num_cores", "num_bytes"), [(1, MIN_SHARED_BYTES), (2, MIN_SHARED_BYTES - 1)])
-def test_one_core_or_little_to_do_wakes_nobody(num_cores, num_bytes):
+def test_one_core_or_little_to_do_wakes_nobody(copier, num_bytes):
     threads = set[int]()
-    Copier(num_cores).each(lambda number: threads.add(threading.get_ident()), COUNT, num_bytes)
+    copier.each(lambda number: threads.add(threading.get_ident()), COUNT, num_bytes)
     assert threads == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("is_mine", [True, False])
-def test_an_error_in_either_thread_is_raised_when_both_have_stopped(is_mine):
+def test_an_error_in_either_thread_is_raised_when_both_have_stopped(copier, is_mine):
     caller, both, is_working = threading.get_ident(), threading.Barrier(2, timeout=5), threading.Event()
     other_goes_on = threading.Event()
 
@@ -50,27 +62,52 @@ def test_an_error_in_either_thread_is_raised_when_both_have_stopped(is_mine):
         is_working.clear()
 
     with pytest.raises(ValueError, match="a fault of the work"):
-        Copier(2).each(work, 2, MIN_SHARED_BYTES)
+        copier.each(work, 2, MIN_SHARED_BYTES)
     assert not is_working.is_set()
 
 
-@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores of a Linux")
-def test_the_other_thread_does_not_wait_for_the_core_of_the_first():
-    cores, copier, may_use = os.sched_getaffinity(0), Copier(), dict[int, set[int]]()
+ON_TWO_CORES = pytest.mark.skipif(
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores of a Linux"
+)
 
-    def share_from(core: int) -> None:
-        os.sched_setaffinity(0, {core})
-        first, both = threading.get_ident(), threading.Barrier(2, timeout=5)
+
+class Caller:
+    """Shares work from a thread that is confined to some cores, and notes what the other one may use."""
+
+    def __init__(self):
+        self.copier, self.others = Copier(), list[set[int]]()
+
+    def share(self, confined_to: set[int]) -> None:
+        os.sched_setaffinity(0, confined_to)
+        first, has_begun = threading.get_ident(), threading.Event()
 
         def work(number: int) -> None:
-            both.wait()
+            mine = os.sched_getaffinity(0)
             if threading.get_ident() != first:
-                may_use[core] = os.sched_getaffinity(0)
+                self.others.append(mine)
+                has_begun.set()
+            elif len(confined_to) > 1:
+                has_begun.wait(5)
 
-        copier.each(work, 2, MIN_SHARED_BYTES)
+        self.copier.each(work, 2, MIN_SHARED_BYTES)
 
+    def run(self, *confined_to: set[int]) -> None:
+        thread = threading.Thread(target=lambda: [self.share(cores) for cores in confined_to])
+        thread.start()
+        thread.join()
+
+
+@ON_TWO_CORES
+def test_the_other_thread_does_not_wait_for_the_core_of_the_first(monkeypatch):
+    cores, caller = os.sched_getaffinity(0), Caller()
     for core in cores:
-        caller = threading.Thread(target=share_from, args=(core,))
-        caller.start()
-        caller.join()
-    assert may_use == {core: cores - {core} for core in cores}
+        monkeypatch.setattr(copier_module, "_here", lambda core=core: core)
+        caller.run(cores)
+        assert caller.others.pop() == cores - {core}
+
+
+@ON_TWO_CORES
+def test_who_is_confined_to_a_core_later_on_works_alone_there():
+    cores, caller = os.sched_getaffinity(0), Caller()
+    caller.run(cores, {min(cores)}, cores)
+    assert len(caller.others) == 2

@@ -40,8 +40,8 @@ from kvferry.messages import (
 )
 from kvferry.rpc.frame_wire import fetch_down_from_bytes, fetch_down_to_bytes
 from kvferry.streams import StreamEnded
-from kvferry.worker.copier import Copier
 from kvferry.worker.counters import Counters
+from kvferry.worker.digests import BlockDigests
 from kvferry.worker.meeting import Meetings
 from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.reader import BlockReader, FetchReport
@@ -157,7 +157,8 @@ class Rig:
         self.frames = [self.script.chain_frame(k * PER_FRAME) for k in range(NUM_FRAMES)]
         self.memory, self.pool, self.counters = BytesMemory(9, SIZE), BlockPool(9), Counters()
         meetings = Meetings(self.script, self.memory.format, (self.script.road,), "m", "f", 3.0)
-        self._reader = BlockReader(self.script, self.memory, meetings, self.counters, FetchBudgets())
+        digests = BlockDigests(self.pool, self.memory)
+        self._reader = BlockReader(self.script, self.memory, digests, meetings, self.counters, FetchBudgets())
         self.sequence = Sequence(1, list(TOKENS), ROOT, SIZE, self.pool)
 
     async def attempt(self, messages: list[FetchDown]) -> tuple[int, str]:
@@ -405,7 +406,7 @@ def test_no_damaged_frame_is_believed_and_each_is_counted_by_kind(road_name, dam
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.make.__name__)
 def test_nor_when_two_threads_copy_a_frame_in_several_turns(road_name, damage, blocks_per_turn, monkeypatch):
     monkeypatch.setattr(kvferry.worker.reader, "TURN_BYTES", blocks_per_turn * BLOCK_BYTES)
-    monkeypatch.setattr(kvferry.worker.reader, "Copier", lambda: Copier(2))
+    monkeypatch.setattr(kvferry.worker.copier, "_cores", lambda: {0, 1})
     monkeypatch.setattr(kvferry.worker.copier, "MIN_SHARED_BYTES", 1)
     run_virtual(lambda: expect_misses(road_name, damage, NUM_EACH_IN_TURNS))
 

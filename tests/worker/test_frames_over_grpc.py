@@ -20,7 +20,7 @@ from kvferry.kv.block_id import chain_root
 from kvferry.kv.frame import MAX_HEADER_BYTES
 from kvferry.kv.pool import BlockPool
 from kvferry.kv.road import MIB, Road, known_roads
-from kvferry.messages import FetchAck, FetchEnd, FetchEndReason, FetchMeet, FetchOffers, FetchOpen, Frame, Source
+from kvferry.messages import FetchAck, FetchEnd, FetchMeet, FetchOffers, FetchOpen, Frame, Source
 from kvferry.rpc.frame_wire import fetch_down_from_bytes, fetch_up_to_bytes
 from kvferry.rpc.links import (
     FETCH_METHOD,
@@ -33,6 +33,7 @@ from kvferry.rpc.links import (
 )
 from kvferry.worker import source
 from kvferry.worker.counters import Counters
+from kvferry.worker.digests import BlockDigests
 from kvferry.worker.loop import ThreadExecutor
 from kvferry.worker.meeting import Meetings
 from kvferry.worker.patience import FetchBudgets
@@ -102,7 +103,8 @@ class Reader:
         self.memory, self.pool, self.counters = WideMemory(num_slots, block_bytes), BlockPool(num_slots), Counters()
         self._dialer = GrpcDialer(SECRET, block_bytes)
         self._meetings = Meetings(self._dialer, self.memory.format, (road,), "fake-1000", "uint8", 3.0)
-        self._reader = BlockReader(self._dialer, self.memory, self._meetings, self.counters, FetchBudgets())
+        digests = BlockDigests(self.pool, self.memory)
+        self._reader = BlockReader(self._dialer, self.memory, digests, self._meetings, self.counters, FetchBudgets())
 
     async def fetch(self, tokens: list[int], source: Source) -> FetchReport:
         """Everything that was sealed is found to be true, also where the fetch fails."""

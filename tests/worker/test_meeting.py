@@ -18,6 +18,7 @@ from kvferry.kv.pool import BlockPool
 from kvferry.kv.road import Inlet, Road, known_roads
 from kvferry.messages import FetchOpen, Frame, Source
 from kvferry.worker.counters import Counters
+from kvferry.worker.digests import BlockDigests
 from kvferry.worker.meeting import BARRED_S, Meetings
 from kvferry.worker.patience import FetchBudgets
 from kvferry.worker.reader import BlockReader, FetchReport
@@ -59,7 +60,8 @@ class Reader:
         self.memory, self.pool, self.counters = engine.memory, BlockPool(engine.num_slots), Counters()
         self._pair = (model_id, fidelity)
         meetings = Meetings(network, self.memory.format, roads, model_id, fidelity, 3.0)
-        self._reader = BlockReader(network, self.memory, meetings, self.counters, FetchBudgets())
+        digests = BlockDigests(self.pool, self.memory)
+        self._reader = BlockReader(network, self.memory, digests, meetings, self.counters, FetchBudgets())
 
     async def fetch(self, tokens: Sequence[int] = TOKENS) -> FetchReport:
         """Everything that was sealed is found to be true, also where the fetch fails."""
