@@ -25,6 +25,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.messages import FetchEnd, FetchOpen
 from kvferry.rpc.links import GrpcDialer
 from kvferry.worker.step_line import StepLine, step_in
+from loadtest.report import percentile
 
 LENGTHS = (1024, 4096)
 NUM_ROUNDS = 3
@@ -128,31 +129,47 @@ async def _beside_streams(deployment: LocalDeployment, client: httpx.AsyncClient
     assert is_valid, "the streams ended before the measurement"
     await asyncio.sleep(0.5)
 
-    def steps(phase: tuple[float, float], has_tail: bool) -> float:
-        """The median of the steps in which all streams yielded a token."""
-        return statistics.median(
-            step.duration_s
-            for step in _steps(deployment, "decode-1")
-            if phase[0] <= step.planned_s < phase[1]
-            and step.num_chunks >= NUM_STREAMS
-            and (step.num_tokens > NUM_STREAMS) == has_tail
-        )
-
-    quiet_s = [steps(phase, False) for phase in quiet]
-    before_s = [(earlier + later) / 2 for earlier, later in itertools.pairwise(quiet_s)]
-    for name, step_s, own_quiet_s, limit, what in (
-        (
-            "itl_beside_prefill",
-            steps(beside, False),
-            before_s[0],
-            None,
-            "while the prefill worker computes and ships nothing",
-        ),
-        ("itl_receiving", steps(receiving, False), before_s[1], MAX_ITL, "while its blocks arrive"),
-        ("tail_step", steps(tails, True), before_s[2], MAX_TAIL, "with (a part of) a tail"),
+    steps = _steps(deployment, "decode-1")
+    gaps = {phase: _gaps(steps, phase) for phase in (*quiet, beside, receiving)}
+    tail_s = statistics.median(step.duration_s for step in _of_all_streams(steps, tails, has_tail=True))
+    quiet_step_s = statistics.median(
+        step.duration_s for phase in quiet[2:] for step in _of_all_streams(steps, phase, has_tail=False)
+    )
+    for name, phase, around, limit, what in (
+        ("itl_beside_prefill", beside, quiet[:2], None, "while the prefill worker computes and ships nothing"),
+        ("itl_receiving", receiving, quiet[1:3], MAX_ITL, "while its blocks arrive"),
     ):
-        note = f"a step {what}: {step_s * 1e3:.1f} ms, {own_quiet_s * 1e3:.1f} ms quiet, batch {NUM_STREAMS}"
-        yield HandOffFigure(name, step_s / own_quiet_s, limit, note)
+        mean_s = statistics.mean(gaps[phase])
+        own_quiet_s = statistics.mean(statistics.mean(gaps[one]) for one in around)
+        slowest_ms = percentile(gaps[phase], 99) * 1e3
+        note = (
+            f"from token to token {what}: {mean_s * 1e3:.1f} ms at the mean, {slowest_ms:.1f} at the 99th percentile, "
+        )
+        yield HandOffFigure(
+            name, mean_s / own_quiet_s, limit, f"{note}{own_quiet_s * 1e3:.1f} ms quiet, batch {NUM_STREAMS}"
+        )
+    note = (
+        f"a step with (a part of) a tail: {tail_s * 1e3:.1f} ms, {quiet_step_s * 1e3:.1f} ms quiet, batch {NUM_STREAMS}"
+    )
+    yield HandOffFigure("tail_step", tail_s / quiet_step_s, MAX_TAIL, note)
+
+
+def _of_all_streams(steps: list[StepLine], phase: tuple[float, float], has_tail: bool) -> list[StepLine]:
+    """The phase's steps in which all streams yielded a token."""
+    return [step for step in steps if phase[0] <= step.planned_s < phase[1] and _is_of_all_streams(step, has_tail)]
+
+
+def _is_of_all_streams(step: StepLine, has_tail: bool) -> bool:
+    return step.num_chunks >= NUM_STREAMS and (step.num_tokens > NUM_STREAMS) == has_tail
+
+
+def _gaps(steps: list[StepLine], phase: tuple[float, float]) -> list[float]:
+    """Seconds from one plan of all streams' tokens to the next, what lies between the steps included; those with tails are left out."""
+    return [
+        later.planned_s - earlier.planned_s
+        for earlier, later in itertools.pairwise(steps)
+        if phase[0] <= earlier.planned_s < phase[1] and _is_of_all_streams(earlier, has_tail=False)
+    ]
 
 
 async def _phase(seconds: float, work: Callable[[int], Awaitable[object]]) -> tuple[float, float]:
