@@ -1,0 +1,152 @@
+"""Blocks of a real model's size between two processes, one of which is killed or stopped while a frame is copied or written (T006, T036).
+
+What arrived before is sealed and true, whatever was held is free again, and the next fetch has everything.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+
+from kvferry.engine.sequence import Sequence
+from kvferry.errors import FetchFailed
+from kvferry.kv.block_id import chain_root
+from kvferry.kv.road import roads_called
+from kvferry.messages import FetchOpen
+from kvferry.messages import Source as SourceAddress
+from kvferry.rpc.links import GrpcDialer
+from kvferry.worker import source as source_module
+from kvferry.worker.reader import FetchReport
+from loadtest.transport_ends import BLOCK_SIZE, FIDELITY, MODEL_ID, SECRET, SIZES, ReaderEnd, SourceEnd
+
+pytestmark = [pytest.mark.processes, pytest.mark.beside]
+
+LARGE = SIZES[-1]
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+RELEASED_S = 3.0
+STOPPED_S = 10.0
+"""A reader that is stopped is found by its silence: grpc's pings take up to eight seconds, a frame that is not acknowledged less here."""
+
+
+def cases(*in_make_test: tuple[str, str]) -> pytest.MarkDecorator:
+    """All of them in the soak."""
+    every = [(road, fault) for road in ("shm", "grpc") for fault in SIGNALS]
+    marks = {False: [pytest.mark.soak], True: []}
+    return pytest.mark.parametrize(
+        ("road", "fault"), [pytest.param(*case, marks=marks[case in in_make_test]) for case in every]
+    )
+
+
+@contextlib.asynccontextmanager
+async def child(module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *arguments, stdin=pipe, stdout=pipe)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@contextlib.contextmanager
+def struck(process: asyncio.subprocess.Process, fault: str, when: Callable[[], bool]) -> Iterator[None]:
+    """By a thread: the event loop may be busy with a frame."""
+    is_over = threading.Event()
+
+    def strike() -> None:
+        while not when():
+            if is_over.wait(1e-4):
+                return
+        os.kill(process.pid, SIGNALS[fault])
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@cache
+def true_blocks() -> list[bytes]:
+    """As a source makes them."""
+    end = SourceEnd(roads_called("inproc"))
+    return [bytes(block) for block in end.blocks_of(LARGE)]
+
+
+class Fetching(ReaderEnd):
+    async def fetched(self, address: str) -> int:
+        """Blocks that were sealed, each of them true, also where the fetch fails."""
+        sequence = Sequence(1, list(LARGE.tokens), chain_root(MODEL_ID, FIDELITY, b""), BLOCK_SIZE, self.pool)
+        sequence.start(len(LARGE.tokens), 0)
+        report = FetchReport(asyncio.get_running_loop().time(), SourceAddress("source", address))
+        try:
+            await self.reader.fetch(sequence, FetchOpen(MODEL_ID, FIDELITY, LARGE.tokens), report)
+        finally:
+            sealed = [self.pool.slot_of(id_) for id_ in sequence.block_ids[: sequence.num_sealed_blocks]]
+            for slot, block in zip(sealed, true_blocks(), strict=False):
+                assert slot is not None
+                assert np.array_equal(np.frombuffer(self.memory.view(slot), np.uint8), np.frombuffer(block, np.uint8))
+            self.num_sealed = len(sealed)
+            sequence.stop()
+            self.pool.evict_all()
+            assert self.pool.counts.num_free == self.pool.num_slots
+        return self.num_sealed
+
+
+@contextlib.asynccontextmanager
+async def source_and_reader(road: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, Fetching]]:
+    """With the source's address."""
+    dialer = GrpcDialer(SECRET)
+    async with asyncio.timeout(60), child("loadtest.transport_ends", road) as process:
+        assert process.stdout is not None
+        address = (await process.stdout.readline()).decode().strip()
+        yield process, address, Fetching(dialer, roads_called(road))
+        await dialer.close()
+
+
+KINDS = {("shm", "kill"): "unreachable", ("grpc", "kill"): "stream_ended"}
+"""Of the failure; over shared memory the source is met again first."""
+
+
+@cases(("shm", "kill"), ("grpc", "stop"))
+async def test_a_source_that_is_lost_within_a_frame(road, fault):
+    true_blocks()
+    async with source_and_reader(road) as (process, address, reader):
+        values, began = reader.counters.values, time.monotonic()
+        with struck(process, fault, lambda: values["fetched_bytes"] > 0), pytest.raises(FetchFailed) as failed:
+            await reader.fetched(address)
+        assert time.monotonic() - began < 8
+        assert failed.value.kind == KINDS.get((road, fault), "silent"), failed.value.message
+        assert 0 < reader.num_sealed < LARGE.num_blocks
+    async with source_and_reader(road) as (_, address, reader):
+        assert await reader.fetched(address) == LARGE.num_blocks
+
+
+@cases(("grpc", "kill"), ("shm", "stop"))
+async def test_a_reader_that_is_lost_within_a_frame(road, fault, monkeypatch):
+    monkeypatch.setattr(source_module, "READER_TIMEOUT_S", 2.0)
+    end, address = SourceEnd(roads_called(road)), asyncio.get_running_loop().create_future()
+    serving = asyncio.ensure_future(end.serve(address.set_result))
+    where, counts = await address, end.pool.counts
+    values = end.source._counters.values
+    async with asyncio.timeout(60), child("tests.processes.fetcher", road, where) as process:
+        with struck(process, fault, lambda: values["served_bytes"] > 0):
+            while not values["served_bytes"]:
+                await asyncio.sleep(0.001)
+            lost_s = time.monotonic()
+            while end.source.num_serving or end.pool.counts != counts:
+                await asyncio.sleep(0.01)
+                assert time.monotonic() - lost_s < (STOPPED_S if fault == "stop" else RELEASED_S)
+    serving.cancel()
+    await asyncio.wait((serving,))
