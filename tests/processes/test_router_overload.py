@@ -100,9 +100,15 @@ def test_a_full_queue_refuses_at_once_and_the_accepted_are_served_in_time(servic
     for body, answer in accepted:
         check_answer(body, answer)
         assert answer.numbers["instants_ms"]["placed"] / 1000 < QUEUE_TIMEOUT_S + 0.5
-    at_once = [answer for answer in refused if answer.ended_s - answer.sent_s < 0.5]
-    print(f"{len(accepted)} accepted, {len(refused)} refused, of which {len(at_once)} within half a second")
-    assert len(at_once) > len(refused) / 2
+    unqueued = [answer for answer in refused if "waited" not in str(answer.error)]
+    took = sorted(answer.ended_s - answer.sent_s for answer in unqueued)
+    median_ms, last_ms = statistics.median(took) * 1e3, took[-1 - len(took) // 50] * 1e3
+    print(
+        f"{len(accepted)} accepted, {len(refused)} refused, {len(unqueued)} of them in {median_ms:.0f}, {last_ms:.0f} ms"
+    )
+    assert len(unqueued) > len(refused) / 2
+    assert median_ms < 100
+    assert last_ms < 500
     assert rss_mib(service) < rss + 60
     service.wait_idle()
     check_answer(bodies[0], clients.ask(bodies[0]).result(5))
