@@ -1,5 +1,6 @@
 """The decode policy alone: no model, no clock, no event loop."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -226,6 +227,37 @@ def test_short_prompts_pass_a_long_one_that_still_gets_half_of_each_step():
     while not rig.scheduler.is_idle:
         rig.run_step()
     assert set(rig.ends.values()) == {ChoiceEndReason.LENGTH}
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_with_a_budget_of_one_block_tails_and_a_long_prompt_have_every_other_step(is_scored):
+    """T049 beside so many streams that a block takes all that their target leaves."""
+    rig = Rig(num_slots=400, budget=SIZE, max_sequences=64)
+    long = rig.admit("long", range(10_000, 13_000), 1, **({"num_prompt_logprobs": 0} if is_scored else {}))
+    rig.admit("stream", range(10), 200)
+    for _ in range(2):
+        rig.run_step()
+    for first in range(0, 80, 4):
+        before = long.num_missing_tokens
+        for name in range(first, first + 4):
+            rig.admit(name, range(100 * name, 100 * name + 4), 1)
+        plans = [rig.run_step() for _ in range(2)]
+        assert all(rig.ends.get(name) is ChoiceEndReason.LENGTH for name in range(first, first + 4))
+        assert before - long.num_missing_tokens == SIZE
+        assert max(plan.num_tokens for plan in plans) <= 1 + SIZE, "the stream's token, and a block"
+    assert len(rig.tokens["stream"]) > 40
+
+
+def test_a_step_keeps_to_its_budget_but_for_the_first_that_catches_up():
+    """Which may exceed it to reach a block's edge."""
+    rig = Rig(budget=20)
+    rig.admit("tail", range(5), 1)
+    rig.admit("long", range(1000, 1100), 1)
+    assert [len(chunk.tokens) for chunk in rig.run_step().chunks] == [5]
+    assert [len(chunk.tokens) for chunk in rig.run_step().chunks] == [SIZE]
+    rig = Rig(budget=3)
+    rig.admit("long", range(1000, 1100), 1)
+    assert [len(chunk.tokens) for chunk in rig.run_step().chunks] == [SIZE]
 
 
 def test_a_blocked_choice_is_passed_by_no_more_than_its_own_size():
