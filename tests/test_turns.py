@@ -71,7 +71,7 @@ def test_only_what_is_much_smaller_and_of_the_same_priority_passes_what_is_block
 
 
 def test_a_step_in_which_others_yield_keeps_their_target():
-    budget = StepBudget(0.4, 16, 2048, itl_target_s=0.1)
+    budget = StepBudget(0.4, 16, 2048, 400.0, itl_target_s=0.1)
     for _ in range(50):
         budget.measured(330, 0.4)
         budget.measured_yielding(0, 0.06)

@@ -18,7 +18,7 @@ SIZE = 16
 
 class FixedBudget(StepBudget):
     def __init__(self, tokens):
-        super().__init__(1.0, SIZE, 4096)
+        super().__init__(1.0, SIZE, 4096, 400.0)
         self.tokens = tokens
 
     def num_tokens(self, is_yielding=False):

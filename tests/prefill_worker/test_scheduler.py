@@ -20,7 +20,7 @@ class Stepped(PrefillScheduler):
 
 def scheduler(num_slots=100, max_tokens=64):
     pool = BlockPool(num_slots)
-    return Stepped(pool, SIZE, StepBudget(1e9, SIZE, max_tokens)), pool
+    return Stepped(pool, SIZE, StepBudget(1e9, SIZE, max_tokens, 400.0)), pool
 
 
 def run_step(made, failures=()):
