@@ -263,8 +263,9 @@ class DecodeScheduler:
         except PoolExhausted:
             return False
         if not choice.num_high_water:
-            choice.num_local_tokens = adopted * self._block_size
-            self._counters.add("cache_hit_tokens", choice.num_local_tokens)
+            new = max(adopted * self._block_size - choice.num_local_tokens, 0)  # it may begin anew, without its window
+            choice.num_local_tokens += new
+            self._counters.add("cache_hit_tokens", new)
         else:
             lost = min(choice.num_high_water, len(sequence.tokens)) - sequence.num_computed
             self._counters.add("recomputed_tokens", max(lost, 0))

@@ -32,8 +32,8 @@ class Rig:
         self.scheduler = DecodeScheduler(self.pool, SIZE, limits, FixedBudget(budget), self.counters)
         self.step, self.tokens, self.ends, self.scores, self.takes_part = 0, {}, {}, {}, {}
 
-    def admit(self, name, tokens, max_tokens=4, sources=(), priority=0, **sampling):
-        sequence = Sequence(self.scheduler.next_sequence_id(), list(tokens), b"root", SIZE, self.pool)
+    def admit(self, name, tokens, max_tokens=4, sources=(), priority=0, window=0, **sampling):
+        sequence = Sequence(self.scheduler.next_sequence_id(), list(tokens), b"root", SIZE, self.pool, window)
         sampled = Sampling(1, max_tokens, 0.0, **sampling)
         choice = Choice(name, 0, sequence, len(tokens), sampled, sources, priority)
         self.scheduler.admit(choice)
@@ -173,6 +173,22 @@ def test_without_sources_any_length_is_computed_here():
     while not rig.scheduler.is_idle:
         rig.run_step()
     assert rig.ends["a"] is ChoiceEndReason.LENGTH
+
+
+@pytest.mark.parametrize("num_cached_blocks", [13, 6, 0])
+def test_a_choice_that_begins_anew_without_its_window_counts_its_hits_once(num_cached_blocks):
+    rig = Rig(max_local=1000, budget=1000)
+    if num_cached_blocks:
+        rig.admit("first", range(num_cached_blocks * SIZE + 1), 1)
+        rig.run_step()
+    choice = rig.admit("second", range(250), 1, sources=(Source("p", "p"),), window=40)
+    rig.run_step()
+    (order,), _ = rig.scheduler.take_fetches()
+    assert choice.sequence.num_skipped_blocks == 12
+    rig.scheduler.fetch_ended(order, "gone", is_source_bad=True)
+    plan = rig.run_step()
+    assert plan.num_tokens == 250 - num_cached_blocks * SIZE, "the others were found"
+    assert rig.counters.values["cache_hit_tokens"] == choice.num_local_tokens == num_cached_blocks * SIZE
 
 
 def test_a_source_that_lost_a_block_is_asked_again_while_it_makes_progress():
