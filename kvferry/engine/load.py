@@ -161,7 +161,8 @@ def _load_runner(
 
         use_native_attention(library, settings.num_threads)
         attention = library.key if library else "reference"
-        numerics = f"modules-torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-{attention}"
+        processor = f"{torch.backends.cpu.get_cpu_capability()}-threads-{settings.num_threads}"
+        numerics = f"modules-torch-{torch.__version__}-{processor}-{attention}"
         return LoadedRunner(load_modules(directory, config, memory, on_progress), "float32", numerics)
 
 

@@ -408,6 +408,12 @@ def test_the_model_id_depends_on_weights_rope_and_block_size(tmp_path):
     assert load(tmp_path / "c", 512).identity.model_id != one
 
 
+def test_the_numerics_id_names_the_number_of_threads_where_bits_may_depend_on_it(tmp_path, form):
+    make_checkpoint(tmp_path)
+    one, two = (load(tmp_path, num_threads=count).identity.numerics_id for count in (1, 2))
+    assert (one == two) is (form == "native")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
