@@ -181,7 +181,7 @@ class DecodeScheduler:
         for choice in self._ordered(State.FETCHING):
             self._look_again(choice)
         chunks = list(self._next_tokens())
-        chunks += self._catch_up(now, is_yielding=bool(chunks))
+        chunks += self._catch_up(step, now, is_yielding=bool(chunks))
         kept = tuple(chunk for chunk in chunks if self._is_running(chunk.sequence_id))
         self._tell_who_takes_part({chunk.sequence_id for chunk in kept})
         return Plan(step, kept) if kept else None
@@ -263,8 +263,9 @@ class DecodeScheduler:
         except PoolExhausted:
             return False
         if not choice.num_high_water:
-            choice.num_local_tokens = adopted * self._block_size
-            self._counters.add("cache_hit_tokens", choice.num_local_tokens)
+            new = max(adopted * self._block_size - choice.num_local_tokens, 0)  # it may begin anew, without its window
+            choice.num_local_tokens += new
+            self._counters.add("cache_hit_tokens", new)
         else:
             lost = min(choice.num_high_water, len(sequence.tokens)) - sequence.num_computed
             self._counters.add("recomputed_tokens", max(lost, 0))
@@ -327,9 +328,9 @@ class DecodeScheduler:
             if self._ensure_slots(choice, len(sequence.tokens)):
                 yield self._chunk(choice, len(sequence.tokens))
 
-    def _catch_up(self, now: float, is_yielding: bool) -> Iterable[Chunk]:
-        """Tails and local chunks within the budget; the first of them gets at least one block."""
-        left, claimed = self._budget.num_tokens(is_yielding), set[bytes]()
+    def _catch_up(self, step: int, now: float, is_yielding: bool) -> Iterable[Chunk]:
+        """Tails and local chunks within the budget; the first of them, and it alone, may exceed it to reach a block's edge."""
+        left, claimed, is_first = self._budget.num_tokens(is_yielding), set[bytes](), True
         behind = [choice for choice in self._ordered(State.RUNNING) if choice.num_missing_tokens > 1]
         if is_yielding and len(behind) == 1 and behind[0].num_missing_tokens <= self._block_size:
             left = min(left, self._budget.num_lone_tail_tokens())
@@ -338,26 +339,26 @@ class DecodeScheduler:
                 self._adopt(choice)
         for _, group in groupby(behind, key=lambda choice: choice.priority):
             choices = list(group)
-            for turn in turns([choice.num_missing_tokens for choice in choices], left, self._block_size):
+            for turn in turns([choice.num_missing_tokens for choice in choices], left, self._block_size, step):
                 choice = choices[turn.place]
                 if left <= 0 or choice.state is not State.RUNNING:
                     continue
                 num_computed = choice.sequence.num_computed
-                target = self._catch_up_target(choice, min(left, turn.max_tokens), claimed)
+                target = self._catch_up_target(choice, min(left, turn.max_tokens), is_first, claimed)
                 if target > num_computed and self._ensure_slots(choice, target):
                     if target == len(choice.sequence.tokens) and choice.tail_planned_s is None:
                         choice.tail_planned_s = now
-                    left -= target - num_computed
+                    left, is_first = left - (target - num_computed), False
                     yield self._chunk(choice, target)
 
-    def _catch_up_target(self, choice: Choice, left: int, claimed: set[bytes]) -> int:
+    def _catch_up_target(self, choice: Choice, left: int, may_exceed: bool, claimed: set[bytes]) -> int:
         """The end of the tokens if it is within reach, else a block's edge; whole blocks before it are claimed."""
         sequence, size = choice.sequence, self._block_size
         if choice.is_scoring:  # no sharing, and bounded: the output layer runs for each of its positions
             return min(len(sequence.tokens), sequence.num_computed + min(left, MAX_SCORED_TOKENS))
         target = min(len(sequence.tokens), sequence.num_computed + left)
         if sequence.num_computed + size < len(sequence.tokens) and target < len(sequence.tokens):
-            target = min(max(target // size, sequence.num_sealed_blocks + 1) * size, len(sequence.tokens))
+            target = max(target // size, sequence.num_sealed_blocks + may_exceed) * size
         for k in range(sequence.num_sealed_blocks, min(target // size, sequence.num_blocks_before_tail)):
             block_id = sequence.block_ids[k]
             if block_id in claimed or (k > sequence.num_sealed_blocks and block_id in self._pool):

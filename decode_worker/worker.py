@@ -20,7 +20,11 @@ class DecodeWorker:
             identity.context_tokens, settings.max_sequences, settings.max_local_tokens, settings.max_warm
         )
         budget = StepBudget(
-            settings.step_target_s, identity.block_size, settings.max_step_tokens, settings.itl_target_s
+            settings.step_target_s,
+            identity.block_size,
+            settings.max_step_tokens,
+            engine.tokens_per_s,
+            settings.itl_target_s,
         )
         self._scheduler = DecodeScheduler(body.pool, identity.block_size, limits, budget, body.counters)
         self.loop = body.loop_for(self._scheduler)

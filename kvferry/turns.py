@@ -17,20 +17,21 @@ class Turn:
     max_tokens: int
 
 
-def turns(remaining: Sequence[int], budget: int, block_size: int) -> list[Turn]:
+def turns(remaining: Sequence[int], budget: int, block_size: int, step: int) -> list[Turn]:
     """Who goes in which order, of sequences that lack `remaining` tokens each, in the order of their arrival.
 
     Those that lack less than the oldest may pass it, the shortest first, and have together up to half of the budget: a long prompt
-    neither holds up short ones nor is ever held up to less than half of its pace.
+    neither holds up short ones nor is ever held up to less than half of its pace. A budget that cannot be halved, since a half is
+    less than a block, is theirs in every other `step`.
     """
     if not remaining:
         return []
-    half = min(budget // 2 // block_size * block_size, budget - block_size)
+    half = budget // 2 // block_size * block_size or budget * (step % 2)
     shorter = [place for place in range(1, len(remaining)) if remaining[place] < remaining[0]]
     shorter.sort(key=lambda place: (remaining[place], place))
     passing, left = list[Turn](), half
     for place in shorter:
-        if left < block_size:
+        if left < min(remaining[place], block_size):
             break
         passing.append(Turn(place, left))
         left -= min(remaining[place], left)

@@ -1,11 +1,13 @@
 """`kvferry bench exact`: token ids through a running service against plain transformers, greedy, float32, one process.
 
 The reference runs the same checkpoint through transformers' own modules and cache (kvferry/engine/reference.py). A step where
-its two best logits are closer than EXCUSE_GAP may differ: such excuses are counted and printed, and may be 1 % of the prompts.
+its two best logits are closer than EXCUSE_GAP may differ: such excuses are counted and printed, and may be 1 % of the prompts. An
+answer of another length than was asked for is wrong.
 """
 
 import asyncio
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +36,18 @@ class Comparison:
     kind: str
     index: int | None
     gap: float
-    """Between the reference's two best logits at that step."""
+    """Between the reference's two best logits at that step; infinite for an answer of the wrong length."""
+
+    @staticmethod
+    def of(
+        kind: str, num_prompt_tokens: int, answer: list[int], expected: list[int], gaps: list[float]
+    ) -> "Comparison":
+        beside = zip(answer, expected, strict=False)
+        index = next((k for k, (a, b) in enumerate(beside) if a != b), min(len(answer), len(expected)))
+        if len(answer) != len(expected):
+            return Comparison(num_prompt_tokens, kind, index, math.inf)
+        differs = index < len(expected)
+        return Comparison(num_prompt_tokens, kind, index if differs else None, gaps[index] if differs else 0.0)
 
     @property
     def is_excused(self) -> bool:
@@ -90,22 +103,21 @@ async def compare_with_reference(
             if numbers["fetched_blocks"]:
                 blocks[str(numbers["road"])] += int(numbers["fetched_blocks"])
     notes.print("computing the reference")
-    comparisons = await asyncio.to_thread(_compare, directory, prompts, answers, notes)
+    comparisons = await asyncio.to_thread(_compare, directory, prompts, answers, output_tokens, notes)
     is_right_road = road == "auto" or list(blocks) == [road]
     return (_report(comparisons, blocks, road, must_equal, as_json) or not must_equal) and is_right_road
 
 
 def _compare(
-    directory: Path, prompts: list[tuple[str, list[int]]], answers: list[list[int]], notes: Console
+    directory: Path, prompts: list[tuple[str, list[int]]], answers: list[list[int]], output_tokens: int, notes: Console
 ) -> list[Comparison]:
     from kvferry.engine.reference import Reference
 
     reference = Reference(directory)
     comparisons: list[Comparison] = []
     for number, ((kind, tokens), answer) in enumerate(zip(prompts, answers, strict=True), start=1):
-        expected, gaps = reference.greedy(tokens, len(answer))
-        index = next((k for k, (a, b) in enumerate(zip(answer, expected, strict=True)) if a != b), None)
-        comparisons.append(Comparison(len(tokens), kind, index, gaps[index] if index is not None else 0.0))
+        expected, gaps = reference.greedy(tokens, output_tokens)
+        comparisons.append(Comparison.of(kind, len(tokens), answer, expected, gaps))
         if number % 10 == 0:
             notes.print(f"  {number} of {len(prompts)}")
     return comparisons

@@ -149,7 +149,7 @@ class PrefillScheduler:
         running = [chain for chain in ordered if chain.state is ChainState.RUNNING]
         for _, group in groupby(running, key=lambda chain: chain.priority):
             chains = list(group)
-            for turn in turns([chain.num_missing_tokens for chain in chains], left, self._block_size):
+            for turn in turns([chain.num_missing_tokens for chain in chains], left, self._block_size, step):
                 if left < self._block_size:
                     break
                 chunk = self._chunk(chains[turn.place].sequence, min(left, turn.max_tokens), claimed)

@@ -15,7 +15,7 @@ class PrefillWorker:
     def __init__(self, engine: Engine, executor: Executor, dialer: Dialer, settings: WorkerSettings):
         self.body = body = WorkerBody(Role.PREFILL, engine, executor, dialer, settings)
         identity = body.identity
-        budget = StepBudget(settings.step_target_s, identity.block_size, settings.max_step_tokens)
+        budget = StepBudget(settings.step_target_s, identity.block_size, settings.max_step_tokens, engine.tokens_per_s)
         self._scheduler = PrefillScheduler(body.pool, identity.block_size, budget)
         self.loop = body.loop_for(self._scheduler)
         self._service = PrefillService(identity, self._scheduler, self.loop, body.reader)

@@ -121,6 +121,25 @@ def test_a_second_turn_reuses_what_decode_generated_even_on_another_worker():
     run_virtual(main)
 
 
+def test_a_seed_gives_the_same_tokens_on_each_pair_of_workers_beside_others_with_a_seed_or_none():
+    """T062."""
+
+    async def main():
+        async with deployment("p1", "p2", "d1", "d2") as d:
+            prompt, rng, pairs = prompt_of(100), random.Random(62), set()
+            for turn in range(10):
+                strangers = [d.submit(prompt_of(rng.randrange(1, 400), (turn, k)), 8) for k in range(rng.randrange(4))]
+                equals = [d.submit(prompt, 12, temperature=0.8, seed=42, salt=b"%d" % turn) for _ in range(2)]
+                await wait_all([*strangers, *equals])
+                for live in equals:
+                    assert live.journal.choices[0].tokens == expected(prompt, 12, seed=42)
+                    pairs.add((live.summary().source_worker_id, live.decode_id))
+            assert pairs >= {(source, decode) for source in ("p1", "p2") for decode in ("d1", "d2")}
+            await d.quiet()
+
+    run_virtual(main)
+
+
 def test_salts_share_no_block():
     async def main():
         async with deployment("p1", "d1") as d:

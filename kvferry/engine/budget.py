@@ -1,10 +1,10 @@
 """How many tokens of catching up fit into a step, from measured steps. Pure.
 
-A step of n tokens is taken to cost `n / rate`; the rate is a running mean over steps that are mostly catching up. A decode worker's
-budget is what its target for the gap between two tokens leaves, after the steps that only yield tokens have been measured.
+A step of n tokens is taken to cost `n / rate`; the rate begins as the engine's warm-up measured it, and is a running mean over steps
+that are mostly catching up. A decode worker's budget is what its target for the gap between two tokens leaves, after the steps that
+only yield tokens have been measured.
 """
 
-INITIAL_TOKENS_PER_S = 400.0
 SMOOTHING = 0.3
 MAX_STRETCH = 1.35
 """A tail that makes a step longer than this, and is the only one to do so, is spread over several: it costs its request a step or
@@ -16,11 +16,16 @@ to about half as long again: the kernels take rows by the tile, so a part costs 
 class StepBudget:
     """`target_s` is the time of catching up in a step; the answer is a multiple of the block size and at least one block."""
 
-    def __init__(self, target_s: float, block_size: int, max_tokens: int, itl_target_s: float = 0.0):
-        """`itl_target_s`: the whole time of a step in which others yield tokens; 0: the same as if there were none."""
+    def __init__(
+        self, target_s: float, block_size: int, max_tokens: int, tokens_per_s: float, itl_target_s: float = 0.0
+    ):
+        """`tokens_per_s`: the rate to begin with.
+
+        `itl_target_s`: the whole time of a step in which others yield tokens; 0: the same as if there were none.
+        """
         self._target_s, self._block_size, self._itl_target_s = target_s, block_size, itl_target_s
         self._max_tokens = max(max_tokens, block_size)
-        self.tokens_per_s = INITIAL_TOKENS_PER_S
+        self.tokens_per_s = tokens_per_s
         self.yielding_s = 0.0
         """What yielding tokens takes of a step."""
         self.quiet_s = 0.0

@@ -9,6 +9,9 @@ from kvferry.engine.roofline import StepCosts
 from kvferry.kv.memory import BlockMemory
 from kvferry.worker.identity import WorkerIdentity
 
+WARM_UP_TOKENS = 256
+"""Of the step that a new engine is measured by."""
+
 
 class Link(Protocol):
     """The way that blocks take out of a worker, where it is slower than what they really travel over."""
@@ -26,6 +29,8 @@ class Engine:
     num_slots: int
     """Besides the padding slot."""
     costs: StepCosts
+    tokens_per_s: float
+    """Of a step of WARM_UP_TOKENS: the rate that a worker's budget begins with."""
     link: Link | None = None
 
 
@@ -37,9 +42,10 @@ def fake_engine(
     window: int = 0,
     name: str = "fake",
     costs: StepCosts | None = None,
+    tokens_per_s: float = 400.0,
     link: Link | None = None,
 ) -> Engine:
-    """A model without weights (kvferry/engine/fake.py). `costs` are those of the model that it stands for."""
+    """A model without weights (kvferry/engine/fake.py). `costs` and rate are those of the model that it stands for."""
     memory = BytesMemory(num_slots, block_size, fill=0 if costs else 0xAB)
     identity = WorkerIdentity(
         model_id=f"{name}-{vocabulary_size}",
@@ -52,4 +58,4 @@ def fake_engine(
         window=window,
     )
     costs = costs or StepCosts(1.0, 1.0, 1.0, float(memory.format.block_bytes // block_size), 1.0)
-    return Engine(identity, memory, FakeRunner(memory, vocabulary_size, window), num_slots, costs, link)
+    return Engine(identity, memory, FakeRunner(memory, vocabulary_size, window), num_slots, costs, tokens_per_s, link)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from transformers import PretrainedConfig
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig
 from kvferry.engine.checkpoint import Tensors, read_config
 from kvferry.engine.device import device_called
 from kvferry.engine.device_memory import DeviceMemory
-from kvferry.engine.engine import Engine
+from kvferry.engine.engine import WARM_UP_TOKENS, Engine
 from kvferry.engine.modules_shape import ModulesShape, modules_shape
 from kvferry.engine.native.attention import use_native_attention
 from kvferry.engine.native.decoder import NativeRunner
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 BLOCK_SIZES = (16, 32, 64)
 WEIGHTS = ("float32", "float16", "bfloat16", "int8", "auto")
 KV_DTYPES = ("float32", "bfloat16")
-WARM_UP_TOKENS = 256
 IRRELEVANT = (
     "transformers_version",
     "_name_or_path",
@@ -126,8 +126,9 @@ def make_engine(
     costs = StepCosts.of(
         config, tensors.num_weights(), shape.num_layers, shape.head_size, weights, kv_bytes, identity.window
     )
-    _warm_up(runner, memory.num_slots, settings.block_size, min(identity.context_tokens, WARM_UP_TOKENS))
-    return Engine(identity, memory, runner, memory.num_slots, costs)
+    most = min(identity.context_tokens, WARM_UP_TOKENS)
+    tokens_per_s = _warm_up(runner, memory.num_slots, settings.block_size, most)
+    return Engine(identity, memory, runner, memory.num_slots, costs, tokens_per_s)
 
 
 def _load_runner(
@@ -160,7 +161,8 @@ def _load_runner(
 
         use_native_attention(library, settings.num_threads)
         attention = library.key if library else "reference"
-        numerics = f"modules-torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}-{attention}"
+        processor = f"{torch.backends.cpu.get_cpu_capability()}-threads-{settings.num_threads}"
+        numerics = f"modules-torch-{torch.__version__}-{processor}-{attention}"
         return LoadedRunner(load_modules(directory, config, memory, on_progress), "float32", numerics)
 
 
@@ -230,10 +232,14 @@ def _what_kv_depends_on(config: PretrainedConfig, settings: EngineSettings, kind
     return (kind, str(settings.block_size), json.dumps(known, sort_keys=True, default=str))
 
 
-def _warm_up(runner: Runner, num_slots: int, block_size: int, max_tokens: int) -> None:
-    """A large chunk and small steps, so that no request pays for the first ones. They leave only unsealed bytes behind."""
-    draw = Draw(GREEDY)
-    most = min(num_slots * block_size, max_tokens)
-    for length in (most, min(block_size, most), 1):
+def _warm_up(runner: Runner, num_slots: int, block_size: int, max_tokens: int) -> float:
+    """A large chunk and small steps, so that no request pays for the first ones. They leave only unsealed bytes behind.
+
+    Returns the large one's tokens per second: the second time, since the first one pays.
+    """
+    most, began = min(num_slots * block_size, max_tokens), 0.0
+    for length in (most, min(block_size, most), 1, most):
         slots = tuple(range(1, 1 + -(-length // block_size)))
-        runner.run(Plan(0, (Chunk(0, (0,) * length, 0, slots, draw),)))
+        began = perf_counter()
+        runner.run(Plan(0, (Chunk(0, (0,) * length, 0, slots, Draw(GREEDY)),)))
+    return most / (perf_counter() - began)

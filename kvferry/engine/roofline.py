@@ -86,9 +86,11 @@ class StepCosts:
             length = len(chunk.tokens)
             rows += length
             num_logits += (chunk.draw is not None) + (len(chunk.scoring.targets) if chunk.scoring else 0)
-            all_keys, end = length * chunk.start + length * (length + 1) // 2, chunk.start + length
-            keys += min(all_keys, length * self.window) if self.window else all_keys
-            context += min(end, self.window + length) if self.window else end
+            end = chunk.start + length
+            window = self.window or end
+            inside = min(max(window - chunk.start, 0), length)  # rows that see all that is before them
+            keys += inside * chunk.start + inside * (inside + 1) // 2 + (length - inside) * window
+            context += min(end, window - 1 + length)
         flops = 2 * (self.num_projection_weights * rows + self.num_output_weights * num_logits)
         weights = self.num_projection_weights + (self.num_output_weights if num_logits else 0)
         return Work(

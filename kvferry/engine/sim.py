@@ -9,8 +9,8 @@ fast as its link would move the shape's true bytes.
 import asyncio
 from dataclasses import dataclass
 
-from kvferry.engine.engine import Engine, fake_engine
-from kvferry.engine.plan import Plan, Runner, StepResult
+from kvferry.engine.engine import WARM_UP_TOKENS, Engine, fake_engine
+from kvferry.engine.plan import Chunk, Plan, Runner, StepResult
 from kvferry.engine.roofline import BYTES_PER_WEIGHT, Ceilings, StepCosts
 from kvferry.errors import ConfigurationError
 from kvferry.shape import ModelShape
@@ -97,18 +97,19 @@ class PacedLink:
         await asyncio.sleep(self._free_at - loop.time())
 
 
+def step_s(plan: Plan, costs: StepCosts, accelerator: Accelerator) -> float:
+    return costs.of_plan(plan).floor_s(accelerator.reached) + accelerator.step_s
+
+
 class SimExecutor:
     """Runs the fake step at once and lets the rest of the modelled time pass; in virtual time, too."""
 
     def __init__(self, runner: Runner, costs: StepCosts, accelerator: Accelerator):
         self._runner, self._costs, self._accelerator = runner, costs, accelerator
 
-    def step_s(self, plan: Plan) -> float:
-        return self._costs.of_plan(plan).floor_s(self._accelerator.reached) + self._accelerator.step_s
-
     async def execute(self, plan: Plan) -> StepResult:
         loop = asyncio.get_running_loop()
-        ends_at = loop.time() + self.step_s(plan)
+        ends_at = loop.time() + step_s(plan, self._costs, self._accelerator)
         result = self._runner.run(plan)
         await asyncio.sleep(max(ends_at - loop.time(), 0.0))
         return result
@@ -137,6 +138,7 @@ def sim_worker(
     """16-bit weights and KV. `vocabulary_size`: of the tokenizer in front of it; 0: the shape's. Raises ConfigurationError."""
     most, costs = kv_tokens_of(shape, accelerator), costs_of(shape)
     tokens = kv_tokens or most
+    warm_up = Plan(0, (Chunk(0, (0,) * WARM_UP_TOKENS, 0, ()),))
     engine = fake_engine(
         max(tokens // block_size, 1),
         block_size,
@@ -144,6 +146,7 @@ def sim_worker(
         context_tokens or shape.context_tokens,
         name=f"sim-{shape.name}",
         costs=costs,
+        tokens_per_s=WARM_UP_TOKENS / step_s(warm_up, costs, accelerator),
         link=PacedLink(accelerator.link_bytes_per_s, costs.kv_bytes_per_token * block_size),
     )
     return SimWorker(engine, SimExecutor(engine.runner, costs, accelerator), accelerator.reached)

@@ -1,5 +1,6 @@
 """The decode policy alone: no model, no clock, no event loop."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ SIZE = 16
 
 class FixedBudget(StepBudget):
     def __init__(self, tokens):
-        super().__init__(1.0, SIZE, 4096)
+        super().__init__(1.0, SIZE, 4096, 400.0)
         self.tokens = tokens
 
     def num_tokens(self, is_yielding=False):
@@ -31,8 +32,8 @@ class Rig:
         self.scheduler = DecodeScheduler(self.pool, SIZE, limits, FixedBudget(budget), self.counters)
         self.step, self.tokens, self.ends, self.scores, self.takes_part = 0, {}, {}, {}, {}
 
-    def admit(self, name, tokens, max_tokens=4, sources=(), priority=0, **sampling):
-        sequence = Sequence(self.scheduler.next_sequence_id(), list(tokens), b"root", SIZE, self.pool)
+    def admit(self, name, tokens, max_tokens=4, sources=(), priority=0, window=0, **sampling):
+        sequence = Sequence(self.scheduler.next_sequence_id(), list(tokens), b"root", SIZE, self.pool, window)
         sampled = Sampling(1, max_tokens, 0.0, **sampling)
         choice = Choice(name, 0, sequence, len(tokens), sampled, sources, priority)
         self.scheduler.admit(choice)
@@ -174,6 +175,22 @@ def test_without_sources_any_length_is_computed_here():
     assert rig.ends["a"] is ChoiceEndReason.LENGTH
 
 
+@pytest.mark.parametrize("num_cached_blocks", [13, 6, 0])
+def test_a_choice_that_begins_anew_without_its_window_counts_its_hits_once(num_cached_blocks):
+    rig = Rig(max_local=1000, budget=1000)
+    if num_cached_blocks:
+        rig.admit("first", range(num_cached_blocks * SIZE + 1), 1)
+        rig.run_step()
+    choice = rig.admit("second", range(250), 1, sources=(Source("p", "p"),), window=40)
+    rig.run_step()
+    (order,), _ = rig.scheduler.take_fetches()
+    assert choice.sequence.num_skipped_blocks == 12
+    rig.scheduler.fetch_ended(order, "gone", is_source_bad=True)
+    plan = rig.run_step()
+    assert plan.num_tokens == 250 - num_cached_blocks * SIZE, "the others were found"
+    assert rig.counters.values["cache_hit_tokens"] == choice.num_local_tokens == num_cached_blocks * SIZE
+
+
 def test_a_source_that_lost_a_block_is_asked_again_while_it_makes_progress():
     rig = Rig()
     choice = rig.admit("a", range(100), 1, (Source("p1", "p1"), Source("p2", "p2")))
@@ -226,6 +243,37 @@ def test_short_prompts_pass_a_long_one_that_still_gets_half_of_each_step():
     while not rig.scheduler.is_idle:
         rig.run_step()
     assert set(rig.ends.values()) == {ChoiceEndReason.LENGTH}
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_with_a_budget_of_one_block_tails_and_a_long_prompt_have_every_other_step(is_scored):
+    """T049 beside so many streams that a block takes all that their target leaves."""
+    rig = Rig(num_slots=400, budget=SIZE, max_sequences=64)
+    long = rig.admit("long", range(10_000, 13_000), 1, **({"num_prompt_logprobs": 0} if is_scored else {}))
+    rig.admit("stream", range(10), 200)
+    for _ in range(2):
+        rig.run_step()
+    for first in range(0, 80, 4):
+        before = long.num_missing_tokens
+        for name in range(first, first + 4):
+            rig.admit(name, range(100 * name, 100 * name + 4), 1)
+        plans = [rig.run_step() for _ in range(2)]
+        assert all(rig.ends.get(name) is ChoiceEndReason.LENGTH for name in range(first, first + 4))
+        assert before - long.num_missing_tokens == SIZE
+        assert max(plan.num_tokens for plan in plans) <= 1 + SIZE, "the stream's token, and a block"
+    assert len(rig.tokens["stream"]) > 40
+
+
+def test_a_step_keeps_to_its_budget_but_for_the_first_that_catches_up():
+    """Which may exceed it to reach a block's edge."""
+    rig = Rig(budget=20)
+    rig.admit("tail", range(5), 1)
+    rig.admit("long", range(1000, 1100), 1)
+    assert [len(chunk.tokens) for chunk in rig.run_step().chunks] == [5]
+    assert [len(chunk.tokens) for chunk in rig.run_step().chunks] == [SIZE]
+    rig = Rig(budget=3)
+    rig.admit("long", range(1000, 1100), 1)
+    assert [len(chunk.tokens) for chunk in rig.run_step().chunks] == [SIZE]
 
 
 def test_a_blocked_choice_is_passed_by_no_more_than_its_own_size():

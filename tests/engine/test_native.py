@@ -199,49 +199,99 @@ def test_keys_that_a_row_does_not_see_may_be_anything(tmp_path, weights, kv):
         assert logits[0].tobytes() == clean[position].tobytes()
 
 
-def random_schedule(runner, prompts, seed):
-    """All logits of each prompt, computed in random company, cuts and slots; bits by prompt."""
-    rng = random.Random(seed)
-    free = list(range(1, 129))
-    rng.shuffle(free)
-    tables = [tuple(free.pop() for _ in range(-(-len(prompt) // 16))) for prompt in prompts]
-    done, logits = [0] * len(prompts), [[] for _ in prompts]
-    while any(count < len(prompt) for count, prompt in zip(done, prompts, strict=True)):
-        chunks, owners = [], []
-        for number, prompt in enumerate(prompts):
-            count = min(rng.choice([0, 1, 2, 5, 16, 33]), len(prompt) - done[number])
-            if count:
-                end = done[number] + count
-                draw = Draw(GREEDY)
-                chunks.append(
-                    Chunk(
-                        number, tuple(prompt[done[number] : end]), done[number], tables[number][: -(-end // 16)], draw
-                    )
-                )
-                owners.append((number, end))
-                done[number] = end
-        if chunks:
-            for (number, end), row in zip(owners, runner.logits(tuple(chunks), list(chunks)), strict=True):
-                logits[number].append((end, row.tobytes()))
-    return logits
+LOUD = 198
+"""A token whose embedding is scaled up."""
+
+
+class RandomSchedule:
+    """Prompts in random company, cuts and slots.
+
+    Now and then one begins anew in other slots, as after a preemption, and its former ones are soon another's: there are few more than
+    all need. What begins goes on behind whole blocks that another has computed of their common beginning.
+    """
+
+    def __init__(self, runner, prompts, seed):
+        self._runner, self._prompts, self._rng = runner, prompts, random.Random(seed)
+        self._tables, self._done = [()] * len(prompts), [0] * len(prompts)
+        needs = [-(-len(prompt) // 16) for prompt in prompts]
+        self._slots = range(1, 1 + sum(needs) + max(needs))
+        self.bits = [[] for _ in prompts]
+        """By prompt: (tokens, logits after the last of them)."""
+        self.num_restarts = self.num_hits = 0
+
+    def run(self):
+        while any(count < len(prompt) for count, prompt in zip(self._done, self._prompts, strict=True)):
+            chunks = [chunk for number in range(len(self._prompts)) if (chunk := self._next_chunk(number))]
+            if chunks:
+                rows = self._runner.logits(tuple(chunks), chunks)
+                for chunk, row in zip(chunks, rows, strict=True):
+                    self._done[chunk.sequence_id] = end = chunk.start + len(chunk.tokens)
+                    self.bits[chunk.sequence_id].append((end, row.tobytes()))
+        return self
+
+    def _next_chunk(self, number):
+        prompt = self._prompts[number]
+        if self._done[number] < len(prompt) and self._rng.random() < (0.05 if self._tables[number] else 0.3):
+            self._begin(number)
+        start = self._done[number]
+        end = min(start + self._rng.choice([0, 1, 2, 5, 16, 33]), len(prompt))
+        if not self._tables[number] or end == start:
+            return None
+        return Chunk(number, tuple(prompt[start:end]), start, self._tables[number][: -(-end // 16)], Draw(GREEDY))
+
+    def _begin(self, number):
+        before, self._tables[number], self._done[number] = self._tables[number], (), 0
+        shared = max((self._shared(number, other) for other in range(len(self._prompts))), key=len)
+        taken = {slot for table in (before, *self._tables) for slot in table}
+        num_own = -(-len(self._prompts[number]) // 16) - len(shared)
+        own = self._rng.sample([slot for slot in self._slots if slot not in taken], num_own)
+        self._tables[number], self._done[number] = (*shared, *own), 16 * len(shared)
+        self.num_restarts += bool(before)
+        self.num_hits += bool(shared)
+
+    def _shared(self, number, other):
+        """Slots of the whole blocks before the prompt's last token that `other` has, too."""
+        mine, theirs, count = self._prompts[number], self._prompts[other], 0
+        most = min(self._done[other], len(mine) - 1) // 16
+        while count < most and mine[: 16 * (count + 1)] == theirs[: 16 * (count + 1)]:
+            count += 1
+        return self._tables[other][:count]
+
+
+def random_prompts(rng):
+    """Some of them begin alike; one is loud."""
+    prompts = [[rng.randrange(LOUD) for _ in range(rng.randrange(1, 100))] for _ in range(6)]
+    common = [rng.randrange(LOUD) for _ in range(60)]
+    prompts += [[*common[: rng.randrange(16, 60)], *prompt[:39]] for prompt in prompts[:3]]
+    return [*prompts, [LOUD] * rng.randrange(20, 60)]
+
+
+def load_loud(checkpoint, **settings):
+    runner = load(checkpoint, 2048, **settings).runner
+    runner._weights.embedding = runner._weights.embedding.clone()
+    runner._weights.embedding[LOUD] *= 1e4
+    assert torch.isfinite(runner._weights.embedding).all()
+    return runner
 
 
 @pytest.mark.parametrize("weights", KINDS)
 @pytest.mark.parametrize(("threads", "kv"), [(1, "float32"), (2, "float32"), (1, "bfloat16"), (2, "bfloat16")])
 def test_a_positions_bits_depend_on_its_prefix_alone(checkpoint, weights, threads, kv):
-    """Whatever shares the step, however the prompt is cut, wherever its blocks are, with one thread or two."""
-    alone = load(checkpoint, 2048, weights=weights, kv=kv).runner
-    shared = load(checkpoint, 2048, weights=weights, kv=kv, num_threads=threads).runner
-    rng = random.Random(7)
-    prompts = [[rng.randrange(199) for _ in range(rng.randrange(1, 100))] for _ in range(9)]
+    """Whatever shares the step, however the prompt is cut, wherever its blocks are and whoever computed them, before and after a
+    preemption, beside a loud neighbour, with one thread or two."""
+    alone = load_loud(checkpoint, weights=weights, kv=kv)
+    shared = load_loud(checkpoint, weights=weights, kv=kv, num_threads=threads)
+    prompts = random_prompts(random.Random(7))
     expected = []
     for prompt in prompts:
         chunk = Chunk(1, tuple(prompt), 0, tuple(range(1, 1 + -(-len(prompt) // 16))), None)
         expected.append([row.tobytes() for row in alone.all_logits(chunk)])
-    for seed in range(12):
-        for prompt_bits, got in zip(expected, random_schedule(shared, prompts, seed), strict=True):
+    schedules = [RandomSchedule(shared, prompts, seed).run() for seed in range(12)]
+    for schedule in schedules:
+        for prompt_bits, got in zip(expected, schedule.bits, strict=True):
             for end, bits in got:
                 assert bits == prompt_bits[end - 1]
+    assert min(sum(one.num_restarts for one in schedules), sum(one.num_hits for one in schedules)) > 12
 
 
 @pytest.mark.parametrize(
@@ -406,6 +456,12 @@ def test_the_model_id_depends_on_weights_rope_and_block_size(tmp_path):
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "a")).save_pretrained(tmp_path / "c")
     assert load(tmp_path / "c", 512).identity.model_id != one
+
+
+def test_the_numerics_id_names_the_number_of_threads_where_bits_may_depend_on_it(tmp_path, form):
+    make_checkpoint(tmp_path)
+    one, two = (load(tmp_path, num_threads=count).identity.numerics_id for count in (1, 2))
+    assert (one == two) is (form == "native")
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,18 @@ from prefill_worker.scheduler import ChainState, PrefillScheduler
 SIZE = 16
 
 
+class Stepped(PrefillScheduler):
+    step = 0
+
+
 def scheduler(num_slots=100, max_tokens=64):
     pool = BlockPool(num_slots)
-    return PrefillScheduler(pool, SIZE, StepBudget(1e9, SIZE, max_tokens)), pool
+    return Stepped(pool, SIZE, StepBudget(1e9, SIZE, max_tokens, 400.0)), pool
 
 
 def run_step(made, failures=()):
-    plan = made.plan(1, 0.0)
+    made.step += 1
+    plan = made.plan(made.step, 0.0)
     if plan is not None:
         failed = {chunk.sequence_id: "broken" for chunk in plan.chunks if chunk.sequence_id in failures}
         made.commit(plan, StepResult({}, failed), 0.0)
@@ -125,10 +130,25 @@ def test_a_short_prompt_passes_a_long_one_that_still_gets_half_of_each_step():
         assert before - long.num_missing_tokens >= 64
 
 
-def test_many_short_prompts_cannot_starve_a_long_one():
-    made, _ = scheduler(num_slots=4000, max_tokens=64)
+def test_with_a_budget_of_one_block_short_prompts_and_a_long_one_have_every_other_step():
+    """T049 on a worker so slow that a block takes all of a step's time."""
+    made, _ = scheduler(num_slots=2000, max_tokens=SIZE)
+    long = made.admit(tuple(range(100_000, 108_000)), b"root", 0)
+    run_step(made)
+    for number in range(30):
+        before = long.num_missing_tokens
+        short = made.admit(tuple(range(number * 1000, number * 1000 + 32)), b"root", 0)
+        plans = [run_step(made) for _ in range(4)]
+        assert short.state is ChainState.DONE
+        assert before - long.num_missing_tokens == 32
+        assert {plan.num_tokens for plan in plans} == {SIZE}
+
+
+@pytest.mark.parametrize(("max_tokens", "num_steps"), [(64, 110), (SIZE, 401)])
+def test_many_short_prompts_cannot_starve_a_long_one(max_tokens, num_steps):
+    made, _ = scheduler(num_slots=4000, max_tokens=max_tokens)
     long = made.admit(tuple(range(100_000, 103_200)), b"root", 0)
-    for number in range(110):
+    for number in range(num_steps):
         for k in range(3):
             base = 10_000_000 + (3 * number + k) * 1000
             made.admit(tuple(range(base, base + 48)), b"root", 0)
@@ -146,7 +166,7 @@ def test_a_chain_that_does_not_fit_is_passed_by_no_more_than_its_own_size():
     assert large.state is ChainState.WAITING
     assert any(short.state is not ChainState.WAITING for short in shorts)
     while large.state is ChainState.WAITING:
+        started = [short for short in shorts if short.state is not ChainState.WAITING]
         run_step(made)
-    started = [short for short in shorts if short.state is not ChainState.WAITING]
     assert len(started) * 2 <= 20, "blocks of 32 tokens past a chain of 20 blocks"
     assert running.state is ChainState.DONE

@@ -40,11 +40,12 @@ class CachedReference:
         self._reference = Reference(directory)
         self._checked: dict[tuple[int, ...], list[int]] = {}
 
-    def check(self, tokens: list[int], answer: list[int]) -> None:
-        """Equal ids, but for a step where the two best logits are closer than 1e-3.
+    def check(self, tokens: list[int], answer: list[int], num_tokens: int) -> None:
+        """As many ids as were asked for, and equal ones, but for a step where the two best logits are closer than 1e-3.
 
         What follows each beginning of the answer is what it generates for as long as all are equal.
         """
+        assert len(answer) == num_tokens, f"{len(answer)} of {num_tokens} tokens after a prompt of {len(tokens)}"
         checked = self._checked.get(tuple(tokens), [])
         if answer == checked[: len(answer)]:
             return

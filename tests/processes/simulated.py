@@ -52,8 +52,8 @@ def choices_of(body: dict[str, Any]) -> dict[int, list[int]]:
 class Truth:
     """What `reference` is to the real model."""
 
-    def check(self, tokens: list[int], answer: list[int]) -> None:
-        assert answer == expected(tokens, len(answer))
+    def check(self, tokens: list[int], answer: list[int], num_tokens: int) -> None:
+        assert answer == expected(tokens, num_tokens)
 
 
 @contextlib.contextmanager

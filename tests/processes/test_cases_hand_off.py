@@ -125,7 +125,7 @@ def test_only_the_router_makes_tokens_of_a_text_whatever_lies_beside_the_workers
         (choice,) = answer["choices"]
         assert choice["prompt_token_ids"] == wanted
         assert choice["finish_reason"] == "length", "no end of sequence but the router's is one"
-        reference.check(wanted, choice["token_ids"])
+        reference.check(wanted, choice["token_ids"], 3)
         assert answer["kvferry"][0]["fetched_blocks"] == (len(wanted) - 1) // BLOCK
         assert choice["message"]["content"] == text.decode(choice["token_ids"])
 
@@ -146,7 +146,7 @@ def test_equal_and_different_prompts_with_several_choices_are_numbered_through_a
                 for choice in chunk["choices"]:
                     streamed.setdefault(choice["index"], []).extend(choice["token_ids"])
         assert streamed == {choice["index"]: choice["token_ids"] for choice in answer["choices"]}
-    reference.check(PROMPT, odd.tokens(PROMPT, 3, cache_salt="6"))
+    reference.check(PROMPT, odd.tokens(PROMPT, 3, cache_salt="6"), 3)
 
 
 # --------------------------------------------------------------------------------------------------------------- caches
@@ -194,7 +194,7 @@ def test_what_one_keys_holder_asked_is_cached_for_nobody_else_and_for_it_at_eith
     def over_http(headers, **fields):
         body = completion_body(PROMPT, 3, **fields)
         answer = odd.http.post("/v1/completions", json=body, headers=headers).json()
-        reference.check(PROMPT, answer["choices"][0]["token_ids"])
+        reference.check(PROMPT, answer["choices"][0]["token_ids"], 3)
         return cached_in(answer["usage"])
 
     def over_grpc(key):
@@ -248,7 +248,7 @@ def fetched_from(service, reference, name: str, turn: object) -> str:
     for k in range(4):
         salt = f"{name} {turn} {k}"
         answer = service.complete(PROMPT, 3, cache_salt=salt)
-        reference.check(PROMPT, answer["choices"][0]["token_ids"])
+        reference.check(PROMPT, answer["choices"][0]["token_ids"], 3)
         (numbers,) = answer["kvferry"]
         assert (numbers["attempts"], numbers["fetched_blocks"]) == (1, 6)
         if numbers["source_worker"] == name:
@@ -337,4 +337,4 @@ async def test_pickles_from_a_source_that_knows_the_secret_are_bad_frames_and_no
     bad = [key for key, value in odd.metrics().items() if "bad_frame_" in key and value]
     for kind in ("header", "digest", "truncated"):
         assert any(f"bad_frame_{kind}" in key for key in bad), bad
-    reference.check(PROMPT, odd.tokens(PROMPT, 3, cache_salt="as before"))
+    reference.check(PROMPT, odd.tokens(PROMPT, 3, cache_salt="as before"), 3)

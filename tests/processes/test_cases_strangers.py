@@ -80,7 +80,7 @@ def is_closed_by_the_other_side(port: int, content: bytes) -> bool:
 
 
 def check_service(service, reference) -> None:
-    reference.check(PROMPT, service.tokens(PROMPT, NUM_TOKENS, cache_salt="as before"))
+    reference.check(PROMPT, service.tokens(PROMPT, NUM_TOKENS, cache_salt="as before"), NUM_TOKENS)
 
 
 def test_raw_pickles_at_every_port_close_their_connection_and_nothing_else(service, reference, bombs):
@@ -281,7 +281,7 @@ def test_fields_and_headers_that_name_addresses_blocks_or_handles_choose_nothing
             assert answer["kvferry"][0]["source_worker"] in ("prefill-1", None)
     body = {"messages": [{"role": "user", "content": "hi", **named}], "max_tokens": 1, **named}
     assert service.http.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
-    reference.check(PROMPT, wanted)
+    reference.check(PROMPT, wanted, NUM_TOKENS)
 
 
 def test_metadata_and_fields_that_the_public_service_has_not_choose_nothing(service, ear):

@@ -35,9 +35,16 @@ def ask_grpc(service, prompt, max_tokens, **fields):
 def test_both_doors_give_the_references_ids(service, reference, model_directory):
     for kind, prompt in make_prompts(model_directory, 8):
         answer = service.tokens(prompt, 8)
-        reference.check(prompt, answer)
+        reference.check(prompt, answer, 8)
         assert ask_grpc(service, prompt, 8)[0] == answer, kind
         assert service.stream_tokens(prompt, 8) == answer
+
+
+def test_an_answer_that_ends_early_or_late_is_not_the_references(reference):
+    prompt = ids(20, "short")
+    for answer in ([], [1, 2], [1, 2, 3, 4]):
+        with pytest.raises(AssertionError, match=f"{len(answer)} of 3 tokens"):
+            reference.check(prompt, answer, 3)
 
 
 EDGES = [1, *(k * BLOCK + beside for k in (1, 2) for beside in (-1, 0, 1))]
@@ -54,7 +61,7 @@ def test_lengths_at_block_edges_lose_and_invent_no_block(service, reference, sal
             answer = service.complete(prompt, max_tokens, cache_salt=salt)
             assert len(answer["choices"][0]["token_ids"]) == max_tokens
             if salts == "new" or max_tokens > 2:  # a prefix of a checked answer needs no check of its own
-                reference.check(prompt, answer["choices"][0]["token_ids"])
+                reference.check(prompt, answer["choices"][0]["token_ids"], max_tokens)
             if salts == "new":
                 missing = (length - 1) // BLOCK
                 wanted = missing if missing * BLOCK > 16 else 0
@@ -65,7 +72,7 @@ def test_chunks_of_prompts_that_interleave_are_exact(service, reference):
     prompts = [ids(length, "chunk") for length in (63, 64, 65, 127, 128, 129, 500)]
     with ThreadPoolExecutor(8) as pool:
         for prompt, answer in zip(prompts, pool.map(lambda p: service.tokens(p, 8), prompts), strict=True):
-            reference.check(prompt, answer)
+            reference.check(prompt, answer, 8)
 
 
 def test_a_cache_hit_is_a_miss_but_for_the_cached_tokens(service, reference):
@@ -73,12 +80,12 @@ def test_a_cache_hit_is_a_miss_but_for_the_cached_tokens(service, reference):
     cached = []
     for _ in range(3):
         answer = service.complete(prompt, 16)
-        reference.check(prompt, answer["choices"][0]["token_ids"])
+        reference.check(prompt, answer["choices"][0]["token_ids"], 16)
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 288, 288]
     for other in ([*prompt[:200], *ids(60, "q")], [*prompt, *ids(40, "r")]):
         answer = service.complete(other, 16)
-        reference.check(other, answer["choices"][0]["token_ids"])
+        reference.check(other, answer["choices"][0]["token_ids"], 16)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 192 + 96 * (other[:300] == prompt)
 
 
@@ -93,7 +100,7 @@ def test_a_fully_cached_prompt_keeps_a_tail_to_compute(service, reference):
             logprobs = choice["logprobs"]
             said = choice["token_ids"], logprobs["token_logprobs"], logprobs["top_logprobs"]
             if length not in first:
-                reference.check(prompt, choice["token_ids"])
+                reference.check(prompt, choice["token_ids"], 20)
             begun = first.setdefault(length, said)
             assert said == tuple(part[:max_tokens] for part in begun)
             assert len(begun[1]) == 20
@@ -105,7 +112,7 @@ def test_concurrent_answers_are_never_mixed(service, reference):
     with ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda p: service.tokens(p, 4 + len(p) % 9), prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
-        reference.check(prompt, answer)
+        reference.check(prompt, answer, 4 + len(prompt) % 9)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 17])
@@ -115,7 +122,7 @@ def test_exactly_so_many_tokens(service, reference, max_tokens):
     (choice,) = answer["choices"]
     assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"] == max_tokens
     assert choice["finish_reason"] == "length"
-    reference.check(prompt, choice["token_ids"])
+    reference.check(prompt, choice["token_ids"], max_tokens)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_company(service):
@@ -147,7 +154,7 @@ def test_several_prompts_in_one_request_are_answered_each_by_itself(service, ref
     answer = service.complete(prompts, 6)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     for prompt, choice in zip(prompts, answer["choices"], strict=True):
-        reference.check(prompt, choice["token_ids"])
+        reference.check(prompt, choice["token_ids"], 6)
     with service.streaming(prompts, 6) as events:
         streamed = [[] for _ in prompts]
         for chunk in events:

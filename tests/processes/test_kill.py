@@ -69,7 +69,7 @@ def test_blocks_are_shared_between_processes_by_content(pair, reference):
     for _ in range(3):
         time.sleep(0.5)  # the workers have told the router
         answer = pair.complete(prompt, 4)
-        reference.check(prompt, answer["choices"][0]["token_ids"])
+        reference.check(prompt, answer["choices"][0]["token_ids"], 4)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 288
         assert answer["kvferry"][0]["decode_worker"] == first["decode_worker"]
     pair.wait_idle()
@@ -146,8 +146,8 @@ def test_a_prefill_worker_lost_in_a_long_prefill_costs_no_token(pair, reference,
         finally:
             if number is signal.SIGSTOP:
                 pair.signal(victim, signal.SIGCONT)
-    for asked, answered in zip((LONG, BYSTANDER), tokens, strict=True):
-        reference.check(asked, answered)
+    for asked, answered, num_tokens in zip((LONG, BYSTANDER), tokens, (6, 30), strict=True):
+        reference.check(asked, answered, num_tokens)
     pair.wait_ready()
     pair.wait_idle()
 
@@ -177,7 +177,7 @@ def test_a_decode_worker_lost_in_mid_stream_costs_no_token_and_repeats_none(pair
             if number is signal.SIGSTOP:
                 pair.signal(victim, signal.SIGCONT)
     if not fields:
-        reference.check(prompts[0], undisturbed[0][0])
+        reference.check(prompts[0], undisturbed[0][0], MID_TOKENS)
     assert num_losses(pair) > losses_before, "the streams were over before their worker was lost"
     pair.wait_ready()
     pair.wait_idle()
@@ -201,7 +201,7 @@ def test_without_prefill_workers_the_service_is_degraded_but_answers(model_direc
     start, truth = either
     with start(model_directory, num_prefill=0, num_decode=1, kv_tokens=3000) as lone:
         assert lone.http.get("/health/ready").json()["status"] == "degraded"
-        truth.check(ids(100, "lone"), lone.tokens(ids(100, "lone"), 6))
+        truth.check(ids(100, "lone"), lone.tokens(ids(100, "lone"), 6), 6)
         lone.wait_idle()
 
 
@@ -217,6 +217,6 @@ def test_the_only_decode_worker_is_killed_and_its_successor_finishes_the_streams
             refused = lone.http.post("/v1/completions", json={"prompt": "x"})
             assert refused.status_code == 503
             assert "decode pool" in refused.json()["error"]["message"]
-            truth.check(prompt, stream.result()[0])
+            truth.check(prompt, stream.result()[0], num_tokens)
         assert num_losses(lone) == 1, "the stream was over before its worker was lost"
         lone.wait_idle()

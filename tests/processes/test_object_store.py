@@ -48,7 +48,7 @@ def test_blocks_come_through_the_store_and_none_stays_there(actors, reference):
     for length in (16, 17, 33, 300):
         prompt = ids(length, length)
         answer = actors.complete(prompt, 6)
-        reference.check(prompt, answer["choices"][0]["token_ids"])
+        reference.check(prompt, answer["choices"][0]["token_ids"], 6)
         numbers = answer["kvferry"][0]
         wanted = ("ray", (length - 1) // 16) if length > 32 else (None, 0)
         assert (numbers["road"], numbers["fetched_blocks"]) == wanted, failures(actors)
@@ -67,9 +67,9 @@ def test_an_owner_that_dies_is_a_miss_and_comes_back(actors, reference, number):
         pid = actors.pid("prefill-1")
         os.kill(pid, number)
         try:
-            reference.check(prompt, long.result()["choices"][0]["token_ids"])
+            reference.check(prompt, long.result()["choices"][0]["token_ids"], 6)
             for one, stream in zip(bystanders, streams, strict=True):
-                reference.check(one, stream.result())
+                reference.check(one, stream.result(), 16)
         finally:
             if number is signal.SIGSTOP:
                 os.kill(pid, signal.SIGCONT)
@@ -78,7 +78,7 @@ def test_an_owner_that_dies_is_a_miss_and_comes_back(actors, reference, number):
     wait_until(lambda: num_objects() <= before, 3, "the store to be as it was")
     again = ids(60, ("again", number))
     answer = actors.complete(again, 4)
-    reference.check(again, answer["choices"][0]["token_ids"])
+    reference.check(again, answer["choices"][0]["token_ids"], 4)
     assert answer["kvferry"][0]["road"] == "ray", failures(actors)
 
 

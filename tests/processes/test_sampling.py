@@ -161,19 +161,40 @@ def test_every_number_of_an_answer_is_finite_json(service, fields):
 # -------------------------------------------------------------------------------------------------------------- choosing
 
 
-def test_first_tokens_follow_the_references_probabilities(service, reference, text):
-    """T063: 240 draws at temperature 1, of the likeliest tokens and all others together."""
+def kept(probabilities, limits):
+    """What a full sort keeps of them: min_p, then top_k, then top_p."""
+    order = np.argsort(-probabilities)
+    order = order[probabilities[order] >= limits.get("min_p", 0) * probabilities.max()]
+    order = order[: limits.get("top_k", len(order))]
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    order = order[before < limits.get("top_p", 1) * probabilities[order].sum()]
+    found = np.zeros_like(probabilities)
+    found[order] = probabilities[order] / probabilities[order].sum()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("temperature", "limits"),
+    [(1.0, {}), (0.6, dict(top_p=0.6)), (2.0, dict(top_k=12)), (1.5, dict(min_p=0.05))],
+    ids=str,
+)
+def test_first_tokens_follow_the_references_probabilities(service, reference, text, temperature, limits):
+    """T063: 240 draws, of the likeliest tokens and all others together."""
     prompt = text.encode("My favourite colour is")
-    probabilities = np.exp(reference_logprobs(reference, prompt)[-1])
+    logprobs = reference_logprobs(reference, prompt)[-1] / temperature
+    probabilities = kept(np.exp(logprobs - np.logaddexp.reduce(logprobs)), limits)
     likeliest = np.argsort(-probabilities)[:6]
     drawn = []
     for first in range(0, 240, 16):
-        answer = service.complete(prompt, 1, n=16, temperature=1.0, seed=first)
+        answer = service.complete(prompt, 1, n=16, temperature=temperature, seed=first, **limits)
         drawn += [choice["token_ids"][0] for choice in answer["choices"]]
+    assert all(probabilities[drawn] > 0)
     expected = np.array([*probabilities[likeliest], 1 - probabilities[likeliest].sum()]) * len(drawn)
     counts = [sum(token == one for token in drawn) for one in likeliest]
     counts.append(len(drawn) - sum(counts))
-    assert float(((np.array(counts) - expected) ** 2 / expected).sum()) < 22.5  # 99.9 % of 6 degrees of freedom
+    is_likely = expected > 1e-6
+    found = (np.array(counts)[is_likely] - expected[is_likely]) ** 2 / expected[is_likely]
+    assert float(found.sum()) < 22.5  # 99.9 % of 6 degrees of freedom
 
 
 def test_low_temperatures_are_greedy(service):
