@@ -139,7 +139,7 @@ class Controller:
         async with self._change():
             if self._wanted is None:
                 nodes = await asyncio.to_thread(cluster_nodes)
-                await self._want(first_wanted(with_routers(wanted, nodes), _is_loopback(wanted, nodes)))
+                await self._want(first_wanted(with_routers(wanted, nodes), _machine_of(wanted, nodes)))
                 return
             different = difference(self._wanted.plan, wanted)
             if different:
@@ -346,12 +346,12 @@ def with_routers(plan: ClusterPlan, nodes: list[ClusterNode]) -> ClusterPlan:
     return plan.model_copy(update={"router": plan.router.model_copy(update={"count": len(addresses)})})
 
 
-def _is_loopback(plan: ClusterPlan, nodes: list[ClusterNode]) -> bool:
-    """Raises ConfigurationError if there is more than one machine and nothing to tell them apart by."""
+def _machine_of(plan: ClusterPlan, nodes: list[ClusterNode]) -> str:
+    """The only one that it may use; empty: any. Raises ConfigurationError if there are more and nothing to tell them apart by."""
     if plan.tls is not None:
-        return False
+        return ""
     if are_one_machine(nodes):
-        return True
+        return nodes[0].machine
     raise ConfigurationError(
         f"the cluster has nodes on {len({node.address for node in nodes})} addresses: what listens beyond loopback needs TLS. "
         "Name each node's files in the deployment file: tls: {certificate: PATH, key: PATH, authority: PATH}"

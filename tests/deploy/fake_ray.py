@@ -1,0 +1,168 @@
+"""Stand-ins for Ray, as it behaves: groups with room, and a controller's world of programs. For tests in virtual time."""
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import ray
+from ray.exceptions import RayActorError
+
+import kvferry
+from deploy.cluster import controller, reservations
+from deploy.cluster import seat as seats
+from deploy.cluster.nodes import ClusterNode
+from deploy.cluster.seat import Seat
+from kvferry.bell import Bell
+
+
+class Groups:
+    """Nodes with CPUs, and placement groups on them. `num_stolen`: CPUs of each that somebody takes before we can."""
+
+    def __init__(self, **cpus):
+        self.cpus, self.told, self.num_stolen = dict(cpus), dict[str, dict](), 0
+
+    def nodes(self):
+        return [
+            ClusterNode(name, name, name, {}, {"CPU": total}, {"CPU": total - self.taken(name)})
+            for name, total in self.cpus.items()
+        ]
+
+    def taken(self, name):
+        there = (
+            one for one in self.told.values() if one["state"] == "CREATED" and one["bundles_to_node_id"][0] == name
+        )
+        return sum(one["bundles"][0].get("CPU", 0) for one in there)
+
+    def make(self, bundles, name, lifetime, bundle_label_selector):
+        assert lifetime == "detached"
+        ((node_id,),) = (one.values() for one in bundle_label_selector)
+        fits = bundles[0].get("CPU", 0) <= self.cpus[node_id] - self.taken(node_id) - self.num_stolen
+        group_id = f"{len(self.told) + 1:036x}"
+        self.told[group_id] = {
+            "name": name,
+            "state": "CREATED" if fits else "PENDING",
+            "bundles": {0: bundles[0]},
+            "bundles_to_node_id": {0: node_id if fits else ""},
+        }
+        return SimpleNamespace(id=ray.PlacementGroupID.from_hex(group_id), wait=lambda timeout_s: fits)
+
+    def table(self, group=None):
+        return self.told if group is None else self.told[group.id.hex()]
+
+    def remove(self, group):
+        self.told[group.id.hex()]["state"] = "REMOVED"
+
+    def lose(self, node_id):
+        del self.cpus[node_id]
+        for one in self.told.values():
+            if one["state"] == "CREATED" and one["bundles_to_node_id"][0] == node_id:
+                one["state"], one["bundles_to_node_id"] = "RESCHEDULING", {0: ""}
+
+    @property
+    def there(self):
+        return {one["name"] for one in self.told.values() if one["state"] != "REMOVED"}
+
+    def stand_in(self, monkeypatch):
+        monkeypatch.setattr(ray.util, "placement_group", self.make)
+        monkeypatch.setattr(ray.util, "placement_group_table", self.table)
+        monkeypatch.setattr(ray.util, "remove_placement_group", self.remove)
+        monkeypatch.setattr(reservations, "cluster_nodes", self.nodes)
+
+
+class FakeProgram:
+    """A program's actor: is ready as soon as it has begun, and drains for `drain_s`."""
+
+    def __init__(self, name, secret="", drain_s=0.0):
+        self.name, self.secret, self.drain_s, self.told = name, secret, drain_s, []
+        self.said = {"version": 1, "order": 0, "role": "", "state": "idle", "share": 0.0, "details": {}, "code": None}
+        self._bell, self._coming = Bell(), dict[Future, asyncio.Task]()
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=lambda *given: SimpleNamespace(future=lambda: self._call(method, given)))
+
+    def _call(self, method, given):
+        coming = Future()
+        self.told.append((method, *given))
+        answering = self._coming[coming] = asyncio.ensure_future(getattr(self, f"_{method}")(*given))
+        answering.add_done_callback(
+            lambda done: done.cancelled() or coming.cancelled() or coming.set_result(done.result())
+        )
+        return coming
+
+    def say(self, **said):
+        self.said |= {**said, "version": self.said["version"] + 1}
+        self._bell.ring()
+
+    def kill(self):
+        for coming, answering in self._coming.items():
+            if not answering.done():
+                answering.cancel()
+                coming.cancelled() or coming.set_exception(RayActorError())
+
+    async def _where(self):
+        return {"version": kvferry.__version__, "address": "a", "host": "", "node_id": "a"}
+
+    async def _begin(self, role, arguments, previous_end):
+        order, state = self.said["order"] + 1, "listening" if role == "router" else "ready"
+        details = dict.fromkeys(("http", "grpc", "registry"), "127.0.0.1:8000") if role == "router" else {}
+        self.say(order=order, role=role, state=state, details=details, code=None)
+        return order
+
+    async def _drain(self):
+        self.say(state="draining")
+        asyncio.get_running_loop().call_later(self.drain_s, lambda: self.say(code=0))
+        return True
+
+    async def _stop(self):
+        self.say(code=0)
+        return True
+
+    async def _report(self, version):
+        if self.said["version"] <= version:
+            await self._bell.wait(5)
+        return {**self.said, "private_bytes": 1}
+
+
+class FakeRay:
+    """One namespace: its key-value store, its groups, and its actors by name."""
+
+    def __init__(self, **cpus):
+        self.groups, self.store, self.actors, self.killed = (
+            Groups(**cpus),
+            dict[bytes, bytes](),
+            dict[str, FakeProgram](),
+            [],
+        )
+
+    def stand_in(self, monkeypatch):
+        async def inline(function, *given, **more):
+            return function(*given, **more)
+
+        self.groups.stand_in(monkeypatch)
+        monkeypatch.setattr(asyncio, "to_thread", inline)
+        monkeypatch.setattr(controller, "cluster_nodes", self.groups.nodes)
+        monkeypatch.setattr(controller, "as_long_as_the_actor", asyncio.ensure_future)
+        monkeypatch.setattr(controller.process, "set_up_logs", lambda level, name: None)
+        monkeypatch.setattr(controller, "_internal_kv_get", lambda key, namespace: self.store.get(key))
+        monkeypatch.setattr(
+            controller, "_internal_kv_put", lambda key, text, again, namespace: self.store.update({key: text})
+        )
+        monkeypatch.setattr(controller, "_internal_kv_del", lambda key, namespace: self.store.pop(key, None))
+        monkeypatch.setattr(
+            ray.util, "list_named_actors", lambda of_all: [{"name": name, "namespace": "x"} for name in self.actors]
+        )
+        monkeypatch.setattr(ray, "get_actor", lambda name, namespace: self.actors[name])
+        monkeypatch.setattr(ray, "kill", self.kill)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "a")
+        monkeypatch.setattr(seats, "is_of", lambda actor, kind: isinstance(actor, FakeProgram))
+        monkeypatch.setattr(Seat, "_find_or_create", lambda seat, room: self._find_or_create(seat))
+
+    def _find_or_create(self, seat):
+        return self.actors.setdefault(seat.name, FakeProgram(seat.name, seat._around.secret))
+
+    def kill(self, actor):
+        self.killed.append(actor)
+        if self.actors.get(actor.name) is actor:
+            del self.actors[actor.name]
+        actor.kill()
