@@ -16,13 +16,13 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 import kvferry
-from deploy.cluster.kinship import has_program_name
+from deploy.cluster.actors import drain_and_end, find_program, program_names, stop_and_end
 from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
 from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
 from deploy.cluster.plan import ClusterPlan, difference, plan_of
 from deploy.cluster.reservations import Reservation, Reservations
 from deploy.cluster.room import Bundle, why_not
-from deploy.cluster.seat import Asked, Seat, Surroundings, end_stranger
+from deploy.cluster.seat import Asked, Seat, Surroundings
 from deploy.cluster.wanted import KEY, Wanted, bundles_of, first_wanted, wanted_of
 from kvferry import process
 from kvferry.bell import Bell
@@ -118,11 +118,10 @@ class Controller:
 
     async def _end_strangers(self) -> None:
         """Programs that were leaving when the last controller was lost, and what room they have."""
-        named: Any = await asyncio.to_thread(ray.util.list_named_actors, True)
-        for one in named:
-            name = one["name"]
-            if one["namespace"] == self._namespace and has_program_name(name) and name not in self._seats:
-                await end_stranger(name, self._namespace)
+        for name in await program_names(self._namespace):
+            if name not in self._seats and (actor := await find_program(name, self._namespace)) is not None:
+                logger.info("%s is wanted no more", name)
+                await drain_and_end(actor)
         async with self._changing:
             await self._reservations.give_up(self._reservations.names - self._seats.keys())
 
@@ -182,7 +181,7 @@ class Controller:
             await self._want(wanted.with_role(name, role))
 
     async def down(self) -> None:
-        """Ends everything, and forgets it. What runs is told so at once."""
+        """Ends everything, and forgets it. What runs is told so at once, also what a controller that was lost has left behind."""
         async with self._change():
             self._wanted = None
             await asyncio.to_thread(_internal_kv_del, KEY, namespace=self._namespace.encode())
@@ -190,6 +189,11 @@ class Controller:
                 seat.leave(is_hurried=True)
             while self._seats:
                 await self._bell.wait()
+            async with asyncio.TaskGroup() as group:
+                for name in await program_names(self._namespace):
+                    if (actor := await find_program(name, self._namespace)) is not None:
+                        group.create_task(stop_and_end(actor))
+            await self._reservations.give_up_all()
 
     async def status(self, known_version: int = 0) -> dict[str, Any]:
         """Once it is another than that, or after a while."""

@@ -5,7 +5,6 @@ it is lost. Told to leave, it lets the program drain, ends the actor, and is don
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
@@ -15,8 +14,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 import kvferry
-from deploy.cluster.kinship import check_is_of, is_of
-from deploy.cluster.program import ProgramActor
+from deploy.cluster.actors import end, result, stop_and_end
+from deploy.cluster.kinship import check_is_of
+from deploy.cluster.program import ProgramActor, digest_of
 from deploy.cluster.reservations import Reservation
 from deploy.local import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S
 from kvferry.bell import Bell
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 PLACING_S = 2.0
 """An actor that is not there by then may wait on a node that was lost."""
 UNREACHABLE_PAUSE_S = 1.0
-STOP_TIMEOUT_S = 3.0
-"""For a program to tell its clients that it ends."""
 DEAD_WORDS = 300
 """Of what Ray says of an actor that never began."""
 
@@ -167,9 +165,13 @@ class Seat:
             return
         self._say("placing")
         self._actor = await asyncio.to_thread(self._find_or_create, room)
-        self.status.node = node = await self._until_placed(self._actor.where.remote())
-        if node and node["version"] != kvferry.__version__:
+        node = await self._until_placed(self._actor.where.remote())
+        digest = node.pop("secret_digest", "")
+        self.status.node = node
+        if node["version"] != kvferry.__version__:
             raise _Ended(f"node {self.node_words} has kvferry {node['version']}, not {kvferry.__version__}", False)
+        if digest != digest_of(self._around.secret):
+            raise _Ended("of that name there was a program of an earlier deployment", True)
         await until_first(self._follow(), self._give_orders())
 
     def _find_or_create(self, room: Reservation) -> Any:
@@ -193,7 +195,7 @@ class Seat:
         return actor
 
     async def _until_placed(self, reference: Any) -> dict[str, Any]:
-        placed = asyncio.ensure_future(_result(reference))
+        placed = asyncio.ensure_future(result(reference))
         try:
             while not placed.done():
                 await asyncio.wait((placed,), timeout=PLACING_S)
@@ -226,7 +228,7 @@ class Seat:
         """An actor that cannot be reached for the moment is not lost."""
         while True:
             try:
-                return await _result(getattr(self._actor, method).remote(*arguments))
+                return await result(getattr(self._actor, method).remote(*arguments))
             except ActorUnavailableError:
                 await asyncio.sleep(UNREACHABLE_PAUSE_S)
 
@@ -262,14 +264,8 @@ class Seat:
 
     async def _end_actor(self) -> None:
         actor, self._actor = self._actor, None
-        if actor is None:
-            return
-        if self._is_hurried:
-            with contextlib.suppress(RayError, TimeoutError):
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await _stopped(actor)
-        with contextlib.suppress(RayError):
-            await asyncio.to_thread(ray.kill, actor)
+        if actor is not None:
+            await (stop_and_end if self._is_hurried else end)(actor)
 
     def _say(self, state: str, reason: str = "") -> None:
         self.status.state, self.status.reason = state, reason
@@ -282,33 +278,3 @@ class _Ended(Exception):
     def __init__(self, how: str, has_run: bool):
         super().__init__(how)
         self.how, self.has_run = how, has_run
-
-
-async def _result(reference: Any) -> Any:
-    """Of a call to an actor."""
-    return await asyncio.wrap_future(reference.future())
-
-
-async def end_stranger(name: str, namespace: str) -> None:
-    """A program's actor that no seat has: it drains, and is ended. One that is not kvferry's is left alone."""
-    with contextlib.suppress(RayError, ValueError):
-        actor: Any = await asyncio.to_thread(ray.get_actor, name, namespace)
-        if not is_of(actor, ProgramActor):
-            return
-        logger.info("%s is wanted no more", name)
-        if await _result(actor.drain.remote()):
-            await _ended(actor)
-        await asyncio.to_thread(ray.kill, actor)
-
-
-async def _stopped(actor: Any) -> None:
-    """Returns when its program, if there is one, has ended."""
-    if await _result(actor.stop.remote()):
-        await _ended(actor)
-
-
-async def _ended(actor: Any) -> None:
-    version, code = 0, None
-    while code is None:
-        report = await _result(actor.report.remote(version))
-        version, code = report["version"], report["code"]

@@ -8,9 +8,9 @@ import ray
 from ray.exceptions import RayActorError
 
 import kvferry
-from deploy.cluster import controller, reservations
-from deploy.cluster import seat as seats
+from deploy.cluster import actors, controller, reservations
 from deploy.cluster.nodes import ClusterNode
+from deploy.cluster.program import digest_of
 from deploy.cluster.seat import Seat
 from kvferry.bell import Bell
 
@@ -100,7 +100,8 @@ class FakeProgram:
                 coming.cancelled() or coming.set_exception(RayActorError())
 
     async def _where(self):
-        return {"version": kvferry.__version__, "address": "a", "host": "", "node_id": "a"}
+        digest = digest_of(self.secret)
+        return {"version": kvferry.__version__, "address": "a", "host": "", "node_id": "a", "secret_digest": digest}
 
     async def _begin(self, role, arguments, previous_end):
         order, state = self.said["order"] + 1, "listening" if role == "router" else "ready"
@@ -151,15 +152,20 @@ class FakeRay:
         monkeypatch.setattr(
             ray.util, "list_named_actors", lambda of_all: [{"name": name, "namespace": "x"} for name in self.actors]
         )
-        monkeypatch.setattr(ray, "get_actor", lambda name, namespace: self.actors[name])
+        monkeypatch.setattr(ray, "get_actor", self._get_actor)
         monkeypatch.setattr(ray, "kill", self.kill)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
         monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "a")
-        monkeypatch.setattr(seats, "is_of", lambda actor, kind: isinstance(actor, FakeProgram))
+        monkeypatch.setattr(actors, "is_of", lambda actor, kind: isinstance(actor, FakeProgram))
         monkeypatch.setattr(Seat, "_find_or_create", lambda seat, room: self._find_or_create(seat))
 
     def _find_or_create(self, seat):
         return self.actors.setdefault(seat.name, FakeProgram(seat.name, seat._around.secret))
+
+    def _get_actor(self, name, namespace):
+        if name not in self.actors:
+            raise ValueError(name)
+        return self.actors[name]
 
     def kill(self, actor):
         self.killed.append(actor)

@@ -58,3 +58,43 @@ def test_a_machine_that_joined_later_gets_no_program_that_listens_at_loopback_an
                 await controller.scale(None, 7)
 
     run_virtual(main)
+
+
+def test_down_ends_what_still_drains_and_its_room_also_when_the_controller_that_began_it_was_lost(fake):
+    async def main():
+        async with controlled() as lost:
+            await lost.apply(PLAN.model_dump())
+            await status_when(lost, all_ready)
+            fake.actors["decode-2"].drain_s = 600
+            await lost.scale(0, 1)
+            await asyncio.sleep(1)
+        fake.actors["decode-9"] = None  # somebody else's
+        assert fake.actors.keys() == {"router-1", "decode-1", "decode-2", "decode-9"}
+        async with controlled() as controller:
+            await asyncio.sleep(1)
+            async with asyncio.timeout(10):
+                await controller.down()
+            assert ("stop",) in fake.killed[-1].told
+        assert fake.actors.keys() == {"decode-9"}
+        assert not fake.groups.there
+        assert not fake.store
+
+    run_virtual(main)
+
+
+def test_down_again_ends_what_runs_on_when_the_controller_was_lost_in_the_middle_of_it(fake):
+    async def main():
+        async with controlled() as lost:
+            await lost.apply(PLAN.model_dump())
+            await status_when(lost, all_ready)
+        for one in fake.actors.values():
+            one.drain_s = 600
+        fake.store.clear()
+        fake.groups.make([{"CPU": 1}], "kvferry/x/decode-3", "detached", [{"ray.io/node-id": "a"}])
+        async with controlled() as controller:
+            await controller.down()
+        assert not fake.actors
+        assert not fake.groups.there
+        assert all(("stop",) in one.told for one in fake.killed)
+
+    run_virtual(main)

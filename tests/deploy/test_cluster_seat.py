@@ -8,7 +8,8 @@ import pytest
 from ray.exceptions import RayActorError
 
 import kvferry
-from deploy.cluster import seat as seats
+from deploy.cluster import actors
+from deploy.cluster.program import digest_of
 from deploy.cluster.reservations import Reservation
 from deploy.cluster.seat import PLACING_S, Asked, Seat, Surroundings
 from loadtest.virtual_time import run_virtual
@@ -28,9 +29,15 @@ READY = {
 class FakeActor:
     """Is ready at once, and lost after `life_s`."""
 
-    def __init__(self, life_s, version=kvferry.__version__, is_placed=True, begin_s=0.0):
+    def __init__(self, life_s, version=kvferry.__version__, is_placed=True, begin_s=0.0, secret=""):
         self._ends_s, self._version, self._is_placed = asyncio.get_running_loop().time() + life_s, version, is_placed
         self._begin_s, self.told = begin_s, []
+        self._where = {
+            "version": self._version,
+            "address": "10.0.0.7",
+            "host": "seven",
+            "secret_digest": digest_of(secret),
+        }
 
     def __getattr__(self, method):
         return SimpleNamespace(
@@ -42,7 +49,7 @@ class FakeActor:
         if method == "where" and not self._is_placed:
             return coming
         if method == "where":
-            coming.set_result({"version": self._version, "address": "10.0.0.7", "host": "seven", "node_id": "07"})
+            coming.set_result(self._where)
         elif method == "report" and arguments == (0,):
             coming.set_result(READY)
         elif method == "report":
@@ -76,7 +83,7 @@ def given(monkeypatch):
         return Seat("decode-1", "decode", around), began
 
     monkeypatch.setattr(asyncio, "to_thread", inline)
-    monkeypatch.setattr(seats.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(actors.ray, "kill", lambda actor: None)
     return begin
 
 
@@ -183,6 +190,21 @@ def test_a_seat_is_not_ready_as_what_it_does_not_run_yet(given):
         seat.change("prefill")
         assert seat.status.state == "ready", "the decode program has not heard of it"
         assert not seat.status.is_ready
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_an_actor_of_another_secret_is_not_adopted_but_ended_and_another_one_begins(given):
+    async def main():
+        old, new = FakeActor(100, secret="of a deployment before"), FakeActor(100)
+        seat, _ = given(lambda: old, lambda: new)
+        running = asyncio.ensure_future(seat.run())
+        while not seat.status.is_ready:
+            assert not seat.status.has_failed
+            await asyncio.sleep(0.01)
+        assert (old.told, new.told) == ([], [("begin", "decode")])
+        assert "secret" not in str(seat.as_dict()), "it is nobody's"
         running.cancel()
 
     run_virtual(main)
