@@ -1,6 +1,7 @@
 """The command line's side of a controller: finds or starts it, calls it in bounded time, and follows it until it is done."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -54,14 +55,20 @@ class ClusterClient:
 
     async def up(self, plan: ClusterPlan, timeout_s: float = READY_TIMEOUT_S) -> Status:
         """All programs are ready. What this call began, it ends if it cannot be. Raises ConfigurationError."""
-        is_there = (await self.status())["is_wanted"]
+        applying = asyncio.ensure_future(self._call("apply", plan.model_dump()))
         try:
-            await self._call("apply", plan.model_dump())
+            await asyncio.shield(applying)
             return await self.until(is_ready, timeout_s)
         except BaseException:
-            if not is_there:
-                await asyncio.shield(self.down())
+            await asyncio.shield(self._take_back(applying))
             raise
+
+    async def _take_back(self, applying: "asyncio.Future[bool]") -> None:
+        """What it began: of two at once, one does; the other must not end it."""
+        has_begun = False
+        with contextlib.suppress(KvferryError):
+            has_begun = await applying
+        await (self.down() if has_begun else self._retire())
 
     async def scale(self, num_prefill: int | None, num_decode: int | None) -> Status:
         await self._call("scale", num_prefill, num_decode)
@@ -81,9 +88,14 @@ class ClusterClient:
 
     async def down(self) -> None:
         """Ends the deployment, and the controller."""
-        ray = import_ray()
         await self._call("down")
-        await _bounded(asyncio.to_thread(ray.kill, self._controller))
+        await self._retire()
+
+    async def _retire(self) -> None:
+        """Ends the controller, unless something is wanted there."""
+        ray = import_ray()
+        with contextlib.suppress(ray.exceptions.RayActorError):  # that is its end
+            await _bounded(asyncio.wrap_future(self._controller.retire.remote().future()))
 
     async def status(self, known_version: int = 0) -> Status:
         return await self._call("status", known_version)

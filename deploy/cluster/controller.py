@@ -132,14 +132,14 @@ class Controller:
         await self._adopted.wait()
         return kvferry.__version__
 
-    async def apply(self, plan: dict[str, Any]) -> None:
-        """Brings the cluster to this plan, and what runs there to its counts."""
+    async def apply(self, plan: dict[str, Any]) -> bool:
+        """Brings the cluster to this plan, and what runs there to its counts. True: nothing was wanted before, this began it."""
         wanted = plan_of(plan)
         async with self._change():
             if self._wanted is None:
                 nodes = await asyncio.to_thread(cluster_nodes)
                 await self._want(first_wanted(with_routers(wanted, nodes), _machine_of(wanted, nodes)))
-                return
+                return True
             different = difference(self._wanted.plan, wanted)
             if different:
                 raise ConfigurationError(
@@ -147,6 +147,7 @@ class Controller:
                     "`kvferry down` ends it; `kvferry scale` changes its counts"
                 )
             await self._want(self._scaled(wanted.prefill.count, wanted.decode.count))
+            return False
 
     async def scale(self, num_prefill: int | None, num_decode: int | None) -> None:
         async with self._change():
@@ -194,6 +195,13 @@ class Controller:
                     if (actor := await find_program(name, self._namespace)) is not None:
                         group.create_task(stop_and_end(actor))
             await self._reservations.give_up_all()
+
+    async def retire(self) -> None:
+        """Ends this controller if nothing is wanted: what anybody wants from now on, he hears in time that it was lost."""
+        async with self._change():
+            if self._wanted is None:
+                await asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor)
+                await asyncio.Event().wait()
 
     async def status(self, known_version: int = 0) -> dict[str, Any]:
         """Once it is another than that, or after a while."""

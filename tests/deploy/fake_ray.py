@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 import kvferry
 from deploy.cluster import actors, controller, reservations
@@ -69,13 +69,12 @@ class Groups:
         monkeypatch.setattr(reservations, "cluster_nodes", self.nodes)
 
 
-class FakeProgram:
-    """A program's actor: is ready as soon as it has begun, and drains for `drain_s`."""
+class FakeActor:
+    """A handle: what is called runs as a task here, until it is killed."""
 
-    def __init__(self, name, secret="", drain_s=0.0):
-        self.name, self.secret, self.drain_s, self.told = name, secret, drain_s, []
-        self.said = {"version": 1, "order": 0, "role": "", "state": "idle", "share": 0.0, "details": {}, "code": None}
-        self._bell, self._coming = Bell(), dict[Future, asyncio.Task]()
+    def __init__(self, name):
+        self.name, self.told = name, []
+        self._coming = dict[Future, asyncio.Task]()
 
     def __getattr__(self, method):
         return SimpleNamespace(remote=lambda *given: SimpleNamespace(future=lambda: self._call(method, given)))
@@ -83,21 +82,40 @@ class FakeProgram:
     def _call(self, method, given):
         coming = Future()
         self.told.append((method, *given))
-        answering = self._coming[coming] = asyncio.ensure_future(getattr(self, f"_{method}")(*given))
-        answering.add_done_callback(
-            lambda done: done.cancelled() or coming.cancelled() or coming.set_result(done.result())
-        )
+        answering = self._coming[coming] = asyncio.ensure_future(self._answer(method, given))
+        answering.add_done_callback(lambda done: self._tell(coming, done))
         return coming
+
+    def _tell(self, coming, done):
+        if coming.done():
+            return
+        if done.cancelled():
+            coming.set_exception(ActorDiedError())
+        elif (error := done.exception()) is not None:
+            coming.set_exception(RayTaskError("", "", error))
+        else:
+            coming.set_result(done.result())
+
+    def kill(self):
+        for answering in self._coming.values():
+            answering.cancel()
+
+
+class FakeProgram(FakeActor):
+    """Is ready after `begin_s`, and drains for `drain_s`."""
+
+    def __init__(self, name, secret=""):
+        super().__init__(name)
+        self.secret, self.begin_s, self.drain_s = secret, 0.0, 0.0
+        self.said = {"version": 1, "order": 0, "role": "", "state": "idle", "share": 0.0, "details": {}, "code": None}
+        self._bell = Bell()
+
+    def _answer(self, method, given):
+        return getattr(self, f"_{method}")(*given)
 
     def say(self, **said):
         self.said |= {**said, "version": self.said["version"] + 1}
         self._bell.ring()
-
-    def kill(self):
-        for coming, answering in self._coming.items():
-            if not answering.done():
-                answering.cancel()
-                coming.cancelled() or coming.set_exception(RayActorError())
 
     async def _where(self):
         digest = digest_of(self.secret)
@@ -106,7 +124,8 @@ class FakeProgram:
     async def _begin(self, role, arguments, previous_end):
         order, state = self.said["order"] + 1, "listening" if role == "router" else "ready"
         details = dict.fromkeys(("http", "grpc", "registry"), "127.0.0.1:8000") if role == "router" else {}
-        self.say(order=order, role=role, state=state, details=details, code=None)
+        self.say(order=order, role=role, state="loading", details=details, code=None)
+        asyncio.get_running_loop().call_later(self.begin_s, lambda: self.say(state=state))
         return order
 
     async def _drain(self):
@@ -124,10 +143,24 @@ class FakeProgram:
         return {**self.said, "private_bytes": 1}
 
 
+class FakeController(FakeActor):
+    def __init__(self):
+        super().__init__("controller")
+        self.itself = controller.Controller("x")
+
+    def _answer(self, method, given):
+        return getattr(self.itself, method)(*given)
+
+    def kill(self):
+        super().kill()
+        self.itself._serving.cancel()
+
+
 class FakeRay:
     """One namespace: its key-value store, its groups, and its actors by name."""
 
     def __init__(self, **cpus):
+        self.begin_s = dict[str, float]()
         self.groups, self.store, self.actors, self.killed = (
             Groups(**cpus),
             dict[bytes, bytes](),
@@ -154,13 +187,18 @@ class FakeRay:
         )
         monkeypatch.setattr(ray, "get_actor", self._get_actor)
         monkeypatch.setattr(ray, "kill", self.kill)
-        monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+        monkeypatch.setattr(ray, "get_runtime_context", self._context)
         monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "a")
         monkeypatch.setattr(actors, "is_of", lambda actor, kind: isinstance(actor, FakeProgram))
         monkeypatch.setattr(Seat, "_find_or_create", lambda seat, room: self._find_or_create(seat))
 
     def _find_or_create(self, seat):
-        return self.actors.setdefault(seat.name, FakeProgram(seat.name, seat._around.secret))
+        made = self.actors.setdefault(seat.name, FakeProgram(seat.name, seat._around.secret))
+        made.begin_s = self.begin_s.get(seat.name, 0)
+        return made
+
+    def _context(self):
+        return SimpleNamespace(get_node_id=lambda: "a", current_actor=self.actors.get("controller"))
 
     def _get_actor(self, name, namespace):
         if name not in self.actors:
