@@ -13,7 +13,8 @@ from deploy.cluster.plan import ClusterPlan
 from kvferry.errors import ConfigurationError, KvferryError, LaterError, NoWorker
 
 CALL_TIMEOUT_S = 30.0
-READY_TIMEOUT_S = 300.0
+PATIENCE_S = 300.0
+"""Without news of any program. Weights may take hours, as long as they come."""
 LOST_PAUSE_S = 0.5
 
 Status = dict[str, Any]
@@ -53,12 +54,12 @@ class ClusterClient:
                 f"the controller there runs kvferry {version}, this is {kvferry.__version__}: install the same on all nodes"
             )
 
-    async def up(self, plan: ClusterPlan, timeout_s: float = READY_TIMEOUT_S) -> Status:
+    async def up(self, plan: ClusterPlan) -> Status:
         """All programs are ready. What this call began, it ends if it cannot be. Raises ConfigurationError."""
         applying = asyncio.ensure_future(self._call("apply", plan.model_dump()))
         try:
             await asyncio.shield(applying)
-            return await self.until(is_ready, timeout_s)
+            return await self.until(is_ready)
         except BaseException:
             await asyncio.shield(self._take_back(applying))
             raise
@@ -100,31 +101,28 @@ class ClusterClient:
     async def status(self, known_version: int = 0) -> Status:
         return await self._call("status", known_version)
 
-    async def until(self, is_reached: Callable[[Status], bool], timeout_s: float = READY_TIMEOUT_S) -> Status:
-        """Raises ConfigurationError as soon as a program could not begin, or when the time is over."""
-        version, status = 0, Status()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    try:
-                        status = await self.status(version)
-                    except LaterError:
-                        await asyncio.sleep(LOST_PAUSE_S)
-                        continue
-                    version = status["version"]
-                    self._on_status(status)
-                    if is_reached(status):
-                        return status
-                    for one in status["programs"]:
-                        if one["has_failed"]:
-                            raise ConfigurationError(f"{one['name']}: {one['previous_end'] or one['reason']}")
-        except TimeoutError:
-            late = "; ".join(
-                f"{one['name']} is {one['state']}{': ' if one['reason'] else ''}{one['reason']}"
-                for one in status.get("programs", ())
-                if not one["is_ready"]
-            )
-            raise ConfigurationError(f"not done after {timeout_s:g} s: {late}") from None
+    async def until(self, is_reached: Callable[[Status], bool]) -> Status:
+        """Raises ConfigurationError as soon as a program could not begin, or if there is no news of any for long."""
+        version, status, news = 0, Status(), _News()
+        while not news.are_overdue(status):
+            try:
+                status = await self.status(version)
+            except LaterError:
+                await asyncio.sleep(LOST_PAUSE_S)
+                continue
+            version = status["version"]
+            self._on_status(status)
+            if is_reached(status):
+                return status
+            for one in status["programs"]:
+                if one["has_failed"]:
+                    raise ConfigurationError(f"{one['name']}: {one['previous_end'] or one['reason']}")
+        late = "; ".join(
+            f"{one['name']} is {one['state']}{': ' if one['reason'] else ''}{one['reason']}"
+            for one in status.get("programs", ())
+            if not one["is_ready"]
+        )
+        raise ConfigurationError(f"no news for {news.patience_s:g} s: {late}")
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         ray = import_ray()
@@ -137,6 +135,27 @@ class ClusterClient:
             raise
         except ray.exceptions.RayActorError as error:
             raise NoWorker(f"the controller was lost: {error}; it comes back by itself: try again") from error
+
+
+class _News:
+    """States and shares that are seen for the first time: of one that begins again and again there is none in the end."""
+
+    def __init__(self) -> None:
+        self._seen, self._came_at = set[tuple[Any, ...]](), self._now
+        self.patience_s = PATIENCE_S
+
+    def are_overdue(self, status: Status) -> bool:
+        """A program that drains says nothing for as long as it may."""
+        self.patience_s = PATIENCE_S + status.get("grace_s", 0.0)
+        found = {(one["name"], one["role"], one["state"], one["share"]) for one in status.get("programs", ())}
+        if found - self._seen:
+            self._seen |= found
+            self._came_at = self._now
+        return self._now > self._came_at + self.patience_s
+
+    @property
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
 
 def is_ready(status: Status) -> bool:

@@ -215,6 +215,7 @@ class Controller:
             "namespace": self._namespace,
             "is_wanted": wanted is not None,
             "model": wanted.plan.model if wanted else "",
+            "grace_s": wanted.plan.grace_s if wanted else 0.0,
             "wanted": {role: wanted.count(role) if wanted else 0 for role in ("prefill", "decode")},
             "controller": {
                 "node_id": context.get_node_id(),

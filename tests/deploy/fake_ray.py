@@ -123,8 +123,12 @@ class FakeProgram(FakeActor):
 
     async def _begin(self, role, arguments, previous_end):
         order, state = self.said["order"] + 1, "listening" if role == "router" else "ready"
-        details = dict.fromkeys(("http", "grpc", "registry"), "127.0.0.1:8000") if role == "router" else {}
-        self.say(order=order, role=role, state="loading", details=details, code=None)
+        details = (
+            dict.fromkeys(("http", "grpc", "registry"), "127.0.0.1:8000")
+            if role == "router"
+            else {"address": "127.0.0.1:1"}
+        )
+        self.say(order=order, role=role, state="loading", share=0.0, details=details, code=None)
         asyncio.get_running_loop().call_later(self.begin_s, lambda: self.say(state=state))
         return order
 

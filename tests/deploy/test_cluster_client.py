@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from deploy.cluster.client import ClusterClient
+from deploy.cluster.client import PATIENCE_S, ClusterClient
 from deploy.cluster.plan import plan_of
 from kvferry.errors import ConfigurationError
 from loadtest.virtual_time import run_virtual
@@ -75,5 +75,51 @@ def test_what_cannot_be_leaves_no_controller_unless_another_has_use_for_it(fake)
         assert status["wanted"] == {"prefill": 1, "decode": 2}
         assert await granted.status()
         await granted.down()
+
+    run_virtual(main)
+
+
+def test_weights_may_come_as_slowly_as_they_will_as_long_as_they_come(fake):
+    async def main():
+        fake.begin_s["decode-1"] = 10_000
+        up = asyncio.ensure_future(client_of(fake).up(PLAN))
+        await asyncio.sleep(1)
+        for percent in range(20):
+            fake.actors["decode-1"].say(share=percent / 100)
+            await asyncio.sleep(PATIENCE_S - 20)
+            assert not up.done(), await up
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(ConfigurationError, match="no news for 330 s: decode-1 is loading"):
+            await up
+        assert asyncio.get_running_loop().time() - began < 100
+        assert not names(fake)
+
+    run_virtual(main, limit_s=10_000)
+
+
+def test_one_that_begins_again_and_again_is_no_news(fake):
+    async def main():
+        fake.begin_s["decode-1"] = 10_000
+        up = asyncio.ensure_future(client_of(fake).up(PLAN))
+        while not up.done():
+            await asyncio.sleep(20)
+            if "decode-1" in fake.actors:
+                fake.actors["decode-1"].say(share=0.5)
+                await asyncio.sleep(1)
+                fake.kill(fake.actors["decode-1"])
+        with pytest.raises(ConfigurationError, match="no news for 330 s: decode-1 is "):
+            await up
+
+    run_virtual(main, limit_s=600)
+
+
+def test_a_program_that_drains_is_waited_for_as_long_as_it_may(fake):
+    async def main():
+        client = client_of(fake)
+        await client.up(PLAN.model_copy(update={"grace_s": 1000.0}))
+        fake.actors["decode-2"].drain_s = 1000
+        status = await client.scale(None, 1)
+        assert {one["name"] for one in status["programs"]} == {"router-1", "prefill-1", "decode-1"}
+        await client.down()
 
     run_virtual(main)
