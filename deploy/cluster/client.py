@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import kvferry
@@ -17,7 +17,12 @@ PATIENCE_S = 300.0
 """Without news of any program. Weights may take hours, as long as they come."""
 LOST_PAUSE_S = 0.5
 
+ROLES = ("router", "prefill", "decode")
 Status = dict[str, Any]
+
+
+class DeploymentEnded(ConfigurationError):
+    """By somebody else."""
 
 
 class ClusterClient:
@@ -60,6 +65,8 @@ class ClusterClient:
         try:
             await asyncio.shield(applying)
             return await self.until(is_ready)
+        except DeploymentEnded:
+            raise
         except BaseException:
             await asyncio.shield(self._take_back(applying))
             raise
@@ -73,18 +80,23 @@ class ClusterClient:
 
     async def scale(self, num_prefill: int | None, num_decode: int | None) -> Status:
         await self._call("scale", num_prefill, num_decode)
-        return await self.until(is_ready)
+        counts = {"prefill": num_prefill, "decode": num_decode}
+        asked = [role for role, count in counts.items() if count is not None] or ROLES
+        return await self.until(lambda status: is_ready(status, asked), lambda one: one["role"] in asked)
 
     async def drain(self, name: str) -> Status:
         await self._call("drain", name)
-        return await self.until(lambda status: name not in {one["name"] for one in status["programs"]})
+        return await self.until(
+            lambda status: name not in {one["name"] for one in status["programs"]}, lambda one: False
+        )
 
     async def change_role(self, name: str, role: str) -> Status:
         await self._call("change_role", name, role)
         return await self.until(
-            lambda status: (
-                any(one["name"] == name and one["role"] == role for one in status["programs"]) and is_ready(status)
-            )
+            lambda status: any(
+                one["name"] == name and one["role"] == role and one["is_ready"] for one in status["programs"]
+            ),
+            lambda one: one["name"] == name,
         )
 
     async def down(self) -> None:
@@ -101,8 +113,11 @@ class ClusterClient:
     async def status(self, known_version: int = 0) -> Status:
         return await self._call("status", known_version)
 
-    async def until(self, is_reached: Callable[[Status], bool]) -> Status:
-        """Raises ConfigurationError as soon as a program could not begin, or if there is no news of any for long."""
+    async def until(
+        self, is_reached: Callable[[Status], bool], concerns: Callable[[Status], bool] = lambda one: True
+    ) -> Status:
+        """Raises ConfigurationError as soon as a program that it `concerns` could not begin, or if there is no news of any for long;
+        and DeploymentEnded."""
         version, status, news = 0, Status(), _News()
         while not news.are_overdue(status):
             try:
@@ -112,10 +127,12 @@ class ClusterClient:
                 continue
             version = status["version"]
             self._on_status(status)
+            if not status["is_wanted"]:
+                raise DeploymentEnded("the deployment was ended meanwhile: `kvferry up` begins another one")
             if is_reached(status):
                 return status
             for one in status["programs"]:
-                if one["has_failed"]:
+                if one["has_failed"] and not one["is_leaving"] and concerns(one):
                     raise ConfigurationError(f"{one['name']}: {one['previous_end'] or one['reason']}")
         late = "; ".join(
             f"{one['name']} is {one['state']}{': ' if one['reason'] else ''}{one['reason']}"
@@ -158,11 +175,15 @@ class _News:
         return asyncio.get_running_loop().time()
 
 
-def is_ready(status: Status) -> bool:
-    """As many of each kind as are wanted run, and nothing else."""
-    programs = status["programs"]
-    counts = {role: sum(one["role"] == role for one in programs) for role in ("prefill", "decode")}
-    return counts == status["wanted"] and bool(programs) and all(one["is_ready"] for one in programs)
+def is_ready(status: Status, roles: Collection[str] = ROLES) -> bool:
+    """As many of these kinds as are wanted run, and no more."""
+    programs = [one for one in status["programs"] if one["role"] in roles]
+    are_enough = all(
+        sum(one["role"] == role for one in programs) == count
+        for role, count in status["wanted"].items()
+        if role in roles
+    )
+    return are_enough and all(one["is_ready"] for one in programs)
 
 
 def urls(status: Status) -> list[str]:

@@ -128,7 +128,7 @@ class Seat:
         self._say("gone")
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self.status), "is_ready": self.status.is_ready}
+        return {**asdict(self.status), "is_ready": self.status.is_ready, "is_leaving": self.is_leaving}
 
     # -------------------------------------------------------------------------------------------------------- one life
 

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import ray
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 import kvferry
 from deploy.cluster import actors, controller, reservations
@@ -73,7 +73,7 @@ class FakeActor:
     """A handle: what is called runs as a task here, until it is killed."""
 
     def __init__(self, name):
-        self.name, self.told = name, []
+        self.name, self.told, self.is_dead = name, [], False
         self._coming = dict[Future, asyncio.Task]()
 
     def __getattr__(self, method):
@@ -81,6 +81,9 @@ class FakeActor:
 
     def _call(self, method, given):
         coming = Future()
+        if self.is_dead:
+            coming.set_exception(ActorDiedError())
+            return coming
         self.told.append((method, *given))
         answering = self._coming[coming] = asyncio.ensure_future(self._answer(method, given))
         answering.add_done_callback(lambda done: self._tell(coming, done))
@@ -92,11 +95,13 @@ class FakeActor:
         if done.cancelled():
             coming.set_exception(ActorDiedError())
         elif (error := done.exception()) is not None:
-            coming.set_exception(RayTaskError("", "", error))
+            is_lost = isinstance(error, RayActorError)
+            coming.set_exception(error if is_lost else RayTaskError("", "", error))
         else:
             coming.set_result(done.result())
 
     def kill(self):
+        self.is_dead = True
         for answering in self._coming.values():
             answering.cancel()
 
@@ -106,7 +111,7 @@ class FakeProgram(FakeActor):
 
     def __init__(self, name, secret=""):
         super().__init__(name)
-        self.secret, self.begin_s, self.drain_s = secret, 0.0, 0.0
+        self.secret, self.begin_s, self.drain_s, self.is_refused = secret, 0.0, 0.0, False
         self.said = {"version": 1, "order": 0, "role": "", "state": "idle", "share": 0.0, "details": {}, "code": None}
         self._bell = Bell()
 
@@ -122,6 +127,8 @@ class FakeProgram(FakeActor):
         return {"version": kvferry.__version__, "address": "a", "host": "", "node_id": "a", "secret_digest": digest}
 
     async def _begin(self, role, arguments, previous_end):
+        if self.is_refused:
+            raise RayActorError()
         order, state = self.said["order"] + 1, "listening" if role == "router" else "ready"
         details = (
             dict.fromkeys(("http", "grpc", "registry"), "127.0.0.1:8000")
@@ -164,7 +171,7 @@ class FakeRay:
     """One namespace: its key-value store, its groups, and its actors by name."""
 
     def __init__(self, **cpus):
-        self.begin_s = dict[str, float]()
+        self.begin_s, self.refused = dict[str, float](), set[str]()
         self.groups, self.store, self.actors, self.killed = (
             Groups(**cpus),
             dict[bytes, bytes](),
@@ -198,7 +205,7 @@ class FakeRay:
 
     def _find_or_create(self, seat):
         made = self.actors.setdefault(seat.name, FakeProgram(seat.name, seat._around.secret))
-        made.begin_s = self.begin_s.get(seat.name, 0)
+        made.begin_s, made.is_refused = self.begin_s.get(seat.name, 0), seat.name in self.refused
         return made
 
     def _context(self):

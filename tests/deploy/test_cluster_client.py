@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from deploy.cluster.client import PATIENCE_S, ClusterClient
+from deploy.cluster.client import PATIENCE_S, ClusterClient, is_ready
 from deploy.cluster.plan import plan_of
 from kvferry.errors import ConfigurationError
 from loadtest.virtual_time import run_virtual
@@ -121,5 +121,61 @@ def test_a_program_that_drains_is_waited_for_as_long_as_it_may(fake):
         status = await client.scale(None, 1)
         assert {one["name"] for one in status["programs"]} == {"router-1", "prefill-1", "decode-1"}
         await client.down()
+
+    run_virtual(main)
+
+
+def test_a_program_that_could_not_begin_fails_the_command_that_it_concerns_and_no_other(fake):
+    async def main():
+        client = client_of(fake)
+        await client.up(PLAN)
+        fake.refused = {"decode-3"}
+        with pytest.raises(ConfigurationError, match="decode-3: actor lost"):
+            await client.scale(None, 3)
+        assert (await client.scale(2, None))["wanted"] == {"prefill": 2, "decode": 3}
+        await client.change_role("prefill-2", "decode")
+        await client.drain("prefill-2")
+        with pytest.raises(ConfigurationError, match="decode-3: actor lost"):
+            await client.scale(None, None)
+        assert (await client.drain("decode-3"))["wanted"] == {"prefill": 1, "decode": 2}
+        await client.down()
+
+    run_virtual(main)
+
+
+def test_who_waits_hears_that_another_has_ended_the_deployment(fake):
+    async def main():
+        fake.begin_s["decode-1"] = 10_000
+        up = asyncio.ensure_future(client_of(fake).up(PLAN))
+        await asyncio.sleep(1)
+        await client_of(fake).down()
+        with pytest.raises(ConfigurationError, match="the deployment was ended meanwhile"):
+            await up
+
+    run_virtual(main)
+
+
+def test_one_that_failed_and_leaves_is_no_failure_of_the_command_that_removes_it(fake):
+    async def main():
+        client = client_of(fake)
+        leaving = {
+            "name": "decode-3",
+            "role": "decode",
+            "state": "waiting",
+            "share": 0.0,
+            "reason": "",
+            "is_ready": False,
+        }
+        leaving |= {"has_failed": True, "previous_end": "code 2", "is_leaving": True}
+        said = [[leaving], []]
+
+        async def status(known_version):
+            return {"version": 1, "is_wanted": True, "wanted": {"prefill": 0, "decode": 0}, "programs": said.pop(0)}
+
+        client.status = status
+        await client.until(is_ready)
+        leaving["is_leaving"], said = False, [[leaving]]
+        with pytest.raises(ConfigurationError, match="decode-3: code 2"):
+            await client.until(is_ready)
 
     run_virtual(main)
