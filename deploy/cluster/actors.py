@@ -5,16 +5,32 @@ Knows nothing of what is wanted; seats do, and end their own through this.
 
 import asyncio
 import contextlib
+import re
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from deploy.cluster.kinship import has_program_name, is_of
 from deploy.cluster.program import ProgramActor
 
 STOP_TIMEOUT_S = 3.0
 """For a program to tell its clients that it ends."""
+
+
+DEAD_WORDS = 300
+"""From each end of what Ray says of an actor that is lost."""
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def why_dead(error: RayError) -> str:
+    """In Ray's words. An actor that failed as it began is lost with a traceback: its last line says why, and its first one where."""
+    text = COLOUR.sub("", str(error)).strip()
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        address = re.search(r"\bip=([^\s,)]+)", text)
+        return f"{text.splitlines()[-1]}{f' (on node {address[1]})' if address else ''}"
+    text = " ".join(text.split())
+    return text if len(text) <= 2 * DEAD_WORDS else f"{text[:DEAD_WORDS]} ... {text[-DEAD_WORDS:]}"
 
 
 async def result(reference: Any) -> Any:

@@ -5,7 +5,10 @@ import contextlib
 from collections.abc import Callable, Collection
 from typing import Any
 
+from ray.exceptions import RayActorError
+
 import kvferry
+from deploy.cluster.actors import why_dead
 from deploy.cluster.connection import import_ray
 from deploy.cluster.controller import NAME, Controller
 from deploy.cluster.kinship import check_is_of
@@ -17,6 +20,7 @@ PATIENCE_S = 300.0
 """Without news of any program. Weights may take hours, as long as they come."""
 LOST_PAUSE_S = 0.5
 
+_SAME_EVERYWHERE = f"Install kvferry {kvferry.__version__}, as it is here, on all nodes"
 ROLES = ("router", "prefill", "decode")
 Status = dict[str, Any]
 
@@ -53,11 +57,26 @@ class ClusterClient:
 
         self._controller = await _bounded(asyncio.to_thread(create))
         check_is_of(self._controller, Controller, NAME, self._namespace)
-        version = await self._call("version")
+        try:
+            version = await self._call("version")
+        except NoWorker as error:
+            lost = error.__cause__
+            if isinstance(lost, RayActorError) and lost.actor_init_failed:
+                raise ConfigurationError(
+                    f"the controller could not begin: {why_dead(lost)}. {_SAME_EVERYWHERE}"
+                ) from lost
+            raise
         if version != kvferry.__version__:
-            raise ConfigurationError(
-                f"the controller there runs kvferry {version}, this is {kvferry.__version__}: install the same on all nodes"
-            )
+            await self._refuse(version)
+
+    async def _refuse(self, version: str) -> None:
+        """A controller of another version: if nothing is wanted there, it is also ended. It may know no more calls than these."""
+        status = await self.status()
+        if not status["is_wanted"]:
+            await _bounded(asyncio.to_thread(import_ray().kill, self._controller))
+        raise ConfigurationError(
+            f"the controller, on node {status['controller']['address']}, runs kvferry {version}. {_SAME_EVERYWHERE}"
+        )
 
     async def up(self, plan: ClusterPlan) -> Status:
         """All programs are ready. What this call began, it ends if it cannot be. Raises ConfigurationError."""
@@ -106,9 +125,8 @@ class ClusterClient:
 
     async def _retire(self) -> None:
         """Ends the controller, unless something is wanted there."""
-        ray = import_ray()
-        with contextlib.suppress(ray.exceptions.RayActorError):  # that is its end
-            await _bounded(asyncio.wrap_future(self._controller.retire.remote().future()))
+        with contextlib.suppress(NoWorker):  # that is its end
+            await self._call("retire")
 
     async def status(self, known_version: int = 0) -> Status:
         return await self._call("status", known_version)

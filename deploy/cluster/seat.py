@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 import kvferry
-from deploy.cluster.actors import end, result, stop_and_end
+from deploy.cluster.actors import end, result, stop_and_end, why_dead
 from deploy.cluster.kinship import check_is_of
 from deploy.cluster.program import ProgramActor, digest_of
 from deploy.cluster.reservations import Reservation
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 PLACING_S = 2.0
 """An actor that is not there by then may wait on a node that was lost."""
 UNREACHABLE_PAUSE_S = 1.0
-DEAD_WORDS = 300
-"""Of what Ray says of an actor that never began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +143,7 @@ class Seat:
             self.status.has_failed = not ended.has_run
             return ended.how
         except RayError as error:
-            words = "" if self.status.details else f": {' '.join(str(error).split())[:DEAD_WORDS]}"
+            words = "" if self.status.details else f": {why_dead(error)}"
             self.status.has_failed = bool(words) and self.status.num_starts == 1
             return f"actor lost: {type(error).__name__}{words}"
         except ConfigurationError as error:

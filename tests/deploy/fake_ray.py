@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 import kvferry
-from deploy.cluster import actors, controller, reservations
+from deploy.cluster import actors, client, controller, reservations
 from deploy.cluster.nodes import ClusterNode
 from deploy.cluster.program import digest_of
 from deploy.cluster.seat import Seat
@@ -155,12 +155,16 @@ class FakeProgram(FakeActor):
 
 
 class FakeController(FakeActor):
-    def __init__(self):
-        super().__init__("controller")
-        self.itself = controller.Controller("x")
+    """`lost`: how its creation failed."""
 
-    def _answer(self, method, given):
-        return getattr(self.itself, method)(*given)
+    def __init__(self, version=kvferry.__version__, lost=None):
+        super().__init__("controller")
+        self.itself, self._version, self._lost = controller.Controller("x"), version, lost
+
+    async def _answer(self, method, given):
+        if self._lost is not None:
+            raise self._lost
+        return self._version if method == "version" else await getattr(self.itself, method)(*given)
 
     def kill(self):
         super().kill()
@@ -171,6 +175,7 @@ class FakeRay:
     """One namespace: its key-value store, its groups, and its actors by name."""
 
     def __init__(self, **cpus):
+        self.next_controller: FakeController | None = None
         self.begin_s, self.refused = dict[str, float](), set[str]()
         self.groups, self.store, self.actors, self.killed = (
             Groups(**cpus),
@@ -198,6 +203,8 @@ class FakeRay:
         )
         monkeypatch.setattr(ray, "get_actor", self._get_actor)
         monkeypatch.setattr(ray, "kill", self.kill)
+        monkeypatch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=self._create))
+        monkeypatch.setattr(client, "check_is_of", lambda *given: None)
         monkeypatch.setattr(ray, "get_runtime_context", self._context)
         monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "a")
         monkeypatch.setattr(actors, "is_of", lambda actor, kind: isinstance(actor, FakeProgram))
@@ -210,6 +217,10 @@ class FakeRay:
 
     def _context(self):
         return SimpleNamespace(get_node_id=lambda: "a", current_actor=self.actors.get("controller"))
+
+    def _create(self, name, namespace, lifetime, get_if_exists, num_cpus, max_restarts):
+        assert (lifetime, get_if_exists, max_restarts) == ("detached", True, -1)
+        return SimpleNamespace(remote=lambda of: self.actors.setdefault(name, self.next_controller or FakeController()))
 
     def _get_actor(self, name, namespace):
         if name not in self.actors:

@@ -3,10 +3,12 @@
 import asyncio
 
 import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
 
+import kvferry
 from deploy.cluster.client import PATIENCE_S, ClusterClient, is_ready
 from deploy.cluster.plan import plan_of
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, NoWorker
 from loadtest.virtual_time import run_virtual
 from tests.deploy.fake_ray import FakeController, FakeRay
 
@@ -177,5 +179,41 @@ def test_one_that_failed_and_leaves_is_no_failure_of_the_command_that_removes_it
         leaving["is_leaving"], said = False, [[leaving]]
         with pytest.raises(ConfigurationError, match="decode-3: code 2"):
             await client.until(is_ready)
+
+    run_virtual(main)
+
+
+def test_a_controller_of_another_version_is_named_with_its_node_and_stays_only_if_something_is_wanted_of_it(fake):
+    async def main():
+        for is_used in (False, True):
+            fake.next_controller = FakeController(version="0.0.1")
+            if is_used:
+                await fake.next_controller.itself.apply(PLAN.model_dump())
+            with pytest.raises(
+                ConfigurationError, match=r"on node a, runs kvferry 0\.0\.1\. Install kvferry .* on all nodes"
+            ):
+                await ClusterClient("x").find_or_start()
+            assert ("controller" in names(fake)) is is_used
+        await client_of(fake).down()
+
+    run_virtual(main)
+
+
+def test_a_node_that_lacks_kvferry_is_named_and_nobody_is_told_to_try_again(fake):
+    async def main():
+        where = "\x1b[36mray::controller:Controller.__init__()\x1b[39m (pid=7, ip=10.0.0.7, actor_id=1)"
+        failed = RayTaskError(
+            "ray::Controller", f"{where}\n  File one\nModuleNotFoundError: No module named 'deploy'", None
+        )
+        fake.next_controller = FakeController(lost=ActorDiedError(failed))
+        with pytest.raises(ConfigurationError) as caught:
+            await ClusterClient("x").find_or_start()
+        assert caught.value.message == (
+            "the controller could not begin: ModuleNotFoundError: No module named 'deploy' (on node 10.0.0.7). "
+            f"Install kvferry {kvferry.__version__}, as it is here, on all nodes"
+        )
+        fake.actors["controller"] = FakeController(lost=ActorDiedError())
+        with pytest.raises(NoWorker, match="try again"):
+            await ClusterClient("x").find_or_start()
 
     run_virtual(main)

@@ -5,10 +5,11 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 import kvferry
 from deploy.cluster import actors
+from deploy.cluster.actors import why_dead
 from deploy.cluster.program import digest_of
 from deploy.cluster.reservations import Reservation
 from deploy.cluster.seat import PLACING_S, Asked, Seat, Surroundings
@@ -208,3 +209,14 @@ def test_an_actor_of_another_secret_is_not_adopted_but_ended_and_another_one_beg
         running.cancel()
 
     run_virtual(main)
+
+
+def test_of_what_ray_says_of_a_lost_actor_where_and_why_are_kept():
+    traceback = ["ray::A (pid=1, ip=10.0.0.7)", *["  File some"] * 100, "ImportError: no such library"]
+    failed = RayTaskError("begin", "\n".join(traceback), None)
+    assert why_dead(ActorDiedError(failed)) == "ImportError: no such library (on node 10.0.0.7)"
+    assert why_dead(RayError("short\n  text")) == "short text"
+    said = why_dead(RayError(f"begins {'x' * 2000} ends"))
+    assert said.startswith("begins x")
+    assert said.endswith("x ends")
+    assert len(said) < 700
