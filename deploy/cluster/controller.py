@@ -27,6 +27,7 @@ from deploy.cluster.wanted import KEY, Wanted, bundles_of, first_wanted, wanted_
 from kvferry import process
 from kvferry.bell import Bell
 from kvferry.errors import ConfigurationError
+from kvferry.racing import until_first
 
 logger = logging.getLogger(__name__)
 
@@ -118,12 +119,23 @@ class Controller:
 
     async def _end_strangers(self) -> None:
         """Programs that were leaving when the last controller was lost, and what room they have."""
-        for name in await program_names(self._namespace):
-            if name not in self._seats and (actor := await find_program(name, self._namespace)) is not None:
-                logger.info("%s is wanted no more", name)
-                await drain_and_end(actor)
+        names = {*await program_names(self._namespace), *self._reservations.names} - self._seats.keys()
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(self._end_stranger(name))
+
+    async def _end_stranger(self, name: str) -> None:
+        """Unless a seat takes that name: the program is the seat's then."""
+        actor = await find_program(name, self._namespace)
+        if actor is not None and name not in self._seats:
+            logger.info("%s is wanted no more", name)
+            await until_first(drain_and_end(actor), self._until_taken(name))
         async with self._changing:
-            await self._reservations.give_up(self._reservations.names - self._seats.keys())
+            await self._reservations.give_up({name} - self._seats.keys())
+
+    async def _until_taken(self, name: str) -> None:
+        while name not in self._seats:
+            await self._bell.wait()
 
     # --------------------------------------------------------------------------------------------------- what is asked
 

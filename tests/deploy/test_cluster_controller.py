@@ -98,3 +98,26 @@ def test_down_again_ends_what_runs_on_when_the_controller_was_lost_in_the_middle
         assert all(("stop",) in one.told for one in fake.killed)
 
     run_virtual(main)
+
+
+def test_a_program_that_drains_is_its_seats_once_it_is_wanted_again_and_keeps_no_other_from_ending(fake):
+    async def main():
+        async with controlled() as lost:
+            await lost.apply(plan_of({"model": "", "prefill": {"count": 1}, "decode": {"count": 3}}).model_dump())
+            await status_when(lost, all_ready)
+            fake.actors["decode-2"].drain_s, fake.actors["decode-3"].drain_s = 100, 10
+            await lost.scale(1, 1)
+            await asyncio.sleep(1)
+        again = fake.actors["decode-2"]
+        async with controlled() as controller:
+            await asyncio.sleep(1)
+            await controller.scale(1, 2)
+            await asyncio.sleep(20)
+            assert "decode-3" not in fake.actors, "what is awaited of one is nothing to the other"
+            await asyncio.sleep(200)
+            assert fake.actors["decode-2"] is again, "it is not ended as nobody's"
+            assert (await controller.status())["wanted"]["decode"] == 2
+            assert {"kvferry/x/decode-1", "kvferry/x/decode-2"} < fake.groups.there
+            assert "kvferry/x/decode-3" not in fake.groups.there
+
+    run_virtual(main)
