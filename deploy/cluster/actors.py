@@ -5,7 +5,9 @@ Knows nothing of what is wanted; seats do, and end their own through this.
 
 import asyncio
 import contextlib
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -18,6 +20,8 @@ STOP_TIMEOUT_S = 3.0
 """For a program to tell its clients that it ends."""
 
 
+SILENCE_S = 15.0
+"""A program's actor that runs reports every few seconds. Asked twice in vain, it hangs: once may be due to who asked."""
 DEAD_WORDS = 300
 """From each end of what Ray says of an actor that is lost."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -38,6 +42,15 @@ async def result(reference: Any) -> Any:
     return await asyncio.wrap_future(reference.future())
 
 
+async def prompt_result(ask: Callable[[], Any]) -> Any:
+    """Raises TimeoutError: it hangs."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SILENCE_S):
+            return await result(ask())
+    async with asyncio.timeout(SILENCE_S):
+        return await result(ask())
+
+
 async def program_names(namespace: str) -> list[str]:
     """Of actors there that may be programs."""
     named: Any = await asyncio.to_thread(ray.util.list_named_actors, True)
@@ -52,8 +65,8 @@ async def find_program(name: str, namespace: str) -> Any:
 
 
 async def drain_and_end(actor: Any) -> None:
-    with contextlib.suppress(RayError):
-        if await result(actor.drain.remote()):
+    with contextlib.suppress(RayError, TimeoutError):
+        if await prompt_result(actor.drain.remote):
             await _ended(actor)
     await end(actor)
 
@@ -76,5 +89,5 @@ async def _ended(actor: Any) -> None:
     """Returns when its program has ended."""
     version, code = 0, None
     while code is None:
-        report = await result(actor.report.remote(version))
+        report = await prompt_result(functools.partial(actor.report.remote, version))
         version, code = report["version"], report["code"]

@@ -5,6 +5,7 @@ it is lost. Told to leave, it lets the program drain, ends the actor, and is don
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 import kvferry
-from deploy.cluster.actors import end, result, stop_and_end, why_dead
+from deploy.cluster.actors import SILENCE_S, end, prompt_result, result, stop_and_end, why_dead
 from deploy.cluster.kinship import check_is_of
 from deploy.cluster.program import ProgramActor, digest_of
 from deploy.cluster.reservations import Reservation
@@ -25,6 +26,8 @@ from kvferry.racing import until_first
 
 logger = logging.getLogger(__name__)
 
+RUNNING = ("listening", "ready", "draining")
+"""In another state an actor may be silent for long: what it loads first, it loads before it hears anything."""
 PLACING_S = 2.0
 """An actor that is not there by then may wait on a node that was lost."""
 UNREACHABLE_PAUSE_S = 1.0
@@ -223,12 +226,15 @@ class Seat:
         await asyncio.Event().wait()  # until its end is heard of
 
     async def _told(self, method: str, *arguments: Any) -> Any:
-        """An actor that cannot be reached for the moment is not lost."""
+        """An actor that cannot be reached for the moment is not lost. One that can, and runs, answers: else it raises _Ended."""
+        ask = functools.partial(getattr(self._actor, method).remote, *arguments)
         while True:
             try:
-                return await result(getattr(self._actor, method).remote(*arguments))
+                return await (prompt_result(ask) if self.status.state in RUNNING else result(ask()))
             except ActorUnavailableError:
                 await asyncio.sleep(UNREACHABLE_PAUSE_S)
+            except TimeoutError:
+                raise _Ended(f"it hangs: no answer for {2 * SILENCE_S:g} s", True) from None
 
     async def _follow(self) -> None:
         """Raises _Ended."""

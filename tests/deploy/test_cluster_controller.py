@@ -5,11 +5,12 @@ import contextlib
 
 import pytest
 
+from deploy.cluster.actors import SILENCE_S
 from deploy.cluster.controller import Controller
 from deploy.cluster.plan import plan_of
 from kvferry.errors import ConfigurationError
 from loadtest.virtual_time import run_virtual
-from tests.deploy.fake_ray import FakeRay
+from tests.deploy.fake_ray import FakeProgram, FakeRay
 
 PLAN = plan_of({"model": "", "prefill": {"count": 1}, "decode": {"count": 2}})
 
@@ -119,5 +120,16 @@ def test_a_program_that_drains_is_its_seats_once_it_is_wanted_again_and_keeps_no
             assert (await controller.status())["wanted"]["decode"] == 2
             assert {"kvferry/x/decode-1", "kvferry/x/decode-2"} < fake.groups.there
             assert "kvferry/x/decode-3" not in fake.groups.there
+
+    run_virtual(main)
+
+
+def test_a_program_of_nobody_that_hangs_is_ended_too(fake):
+    async def main():
+        fake.actors["decode-3"] = hung = FakeProgram("decode-3")
+        hung._drain = asyncio.Event().wait
+        async with controlled():
+            await asyncio.sleep(2 * SILENCE_S + 1)
+            assert "decode-3" not in fake.actors
 
     run_virtual(main)
