@@ -14,6 +14,7 @@ from deploy.cluster.controller import NAME, Controller
 from deploy.cluster.kinship import check_is_of
 from deploy.cluster.plan import ClusterPlan
 from kvferry.errors import ConfigurationError, KvferryError, LaterError, NoWorker
+from kvferry.racing import until_first
 
 CALL_TIMEOUT_S = 30.0
 PATIENCE_S = 300.0
@@ -120,8 +121,22 @@ class ClusterClient:
 
     async def down(self) -> None:
         """Ends the deployment, and the controller."""
-        await self._call("down")
+        await until_first(self._call("down"), self._show())
+        with contextlib.suppress(LaterError):
+            self._on_status(await self.status())
         await self._retire()
+
+    async def _show(self) -> None:
+        """What changes, for as long as anybody wants to know."""
+        version = 0
+        while True:
+            try:
+                status = await self.status(version)
+            except LaterError:
+                await asyncio.sleep(LOST_PAUSE_S)
+                continue
+            version = status["version"]
+            self._on_status(status)
 
     async def _retire(self) -> None:
         """Ends the controller, unless something is wanted there."""

@@ -111,7 +111,8 @@ class FakeProgram(FakeActor):
 
     def __init__(self, name, secret=""):
         super().__init__(name)
-        self.secret, self.begin_s, self.drain_s, self.is_refused = secret, 0.0, 0.0, False
+        self.secret, self.is_refused = secret, False
+        self.begin_s, self.drain_s, self.stop_s = 0.0, 0.0, 0.0
         self.said = {"version": 1, "order": 0, "role": "", "state": "idle", "share": 0.0, "details": {}, "code": None}
         self._bell = Bell()
 
@@ -145,6 +146,7 @@ class FakeProgram(FakeActor):
         return True
 
     async def _stop(self):
+        await asyncio.sleep(self.stop_s)
         self.say(code=0)
         return True
 

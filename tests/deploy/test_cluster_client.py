@@ -8,6 +8,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 import kvferry
 from deploy.cluster.client import PATIENCE_S, ClusterClient, is_ready
 from deploy.cluster.plan import plan_of
+from deploy.cluster.session import until_serving
 from kvferry.errors import ConfigurationError, NoWorker
 from loadtest.virtual_time import run_virtual
 from tests.deploy.fake_ray import FakeController, FakeRay
@@ -217,3 +218,27 @@ def test_a_node_that_lacks_kvferry_is_named_and_nobody_is_told_to_try_again(fake
             await ClusterClient("x").find_or_start()
 
     run_virtual(main)
+
+
+def test_down_shows_what_goes_until_nothing_is_left(fake):
+    async def main():
+        client = client_of(fake)
+        await client.up(PLAN)
+        shown = list[set[str]]()
+        client._on_status = lambda status: shown.append(
+            {one["name"] for one in status["programs"] if one["is_leaving"]}
+        )
+        fake.actors["decode-1"].stop_s = 2
+        await client.down()
+        assert {"router-1", "prefill-1", "decode-1", "decode-2"} in shown
+        assert {"decode-1"} in shown
+        assert shown[-1] == set()
+
+    run_virtual(main)
+
+
+async def test_a_deployment_whose_router_cannot_be_reached_from_here_is_not_said_to_be_gone():
+    with pytest.raises(
+        ConfigurationError, match="the deployment stays: `kvferry status` shows it, `kvferry down` ends it"
+    ):
+        await until_serving({"programs": [{"details": {"http": "127.0.0.1:1"}}]})
