@@ -18,8 +18,6 @@ from deploy.cluster.program import ProgramActor
 
 STOP_TIMEOUT_S = 3.0
 """For a program to tell its clients that it ends."""
-
-
 SILENCE_S = 15.0
 """A program's actor that runs reports every few seconds. Asked twice in vain, it hangs: once may be due to who asked."""
 DEAD_WORDS = 300
@@ -59,7 +57,7 @@ async def program_names(namespace: str) -> list[str]:
 
 async def find_program(name: str, namespace: str) -> Any:
     """None if there is none: what is not kvferry's is left alone."""
-    with contextlib.suppress(RayError, ValueError):
+    with contextlib.suppress(ValueError):
         actor: Any = await asyncio.to_thread(ray.get_actor, name, namespace)
         return actor if is_of(actor, ProgramActor) else None
 

@@ -20,9 +20,9 @@ CALL_TIMEOUT_S = 30.0
 PATIENCE_S = 300.0
 """Without news of any program. Weights may take hours, as long as they come."""
 LOST_PAUSE_S = 0.5
-
-_SAME_EVERYWHERE = f"Install kvferry {kvferry.__version__}, as it is here, on all nodes"
 ROLES = ("router", "prefill", "decode")
+SAME_EVERYWHERE = f"Install kvferry {kvferry.__version__}, as it is here, on all nodes"
+
 Status = dict[str, Any]
 
 
@@ -64,7 +64,7 @@ class ClusterClient:
             lost = error.__cause__
             if isinstance(lost, RayActorError) and lost.actor_init_failed:
                 raise ConfigurationError(
-                    f"the controller could not begin: {why_dead(lost)}. {_SAME_EVERYWHERE}"
+                    f"the controller could not begin: {why_dead(lost)}. {SAME_EVERYWHERE}"
                 ) from lost
             raise
         if version != kvferry.__version__:
@@ -76,7 +76,7 @@ class ClusterClient:
         if not status["is_wanted"]:
             await _bounded(asyncio.to_thread(import_ray().kill, self._controller))
         raise ConfigurationError(
-            f"the controller, on node {status['controller']['address']}, runs kvferry {version}. {_SAME_EVERYWHERE}"
+            f"the controller, on node {status['controller']['address']}, runs kvferry {version}. {SAME_EVERYWHERE}"
         )
 
     async def up(self, plan: ClusterPlan) -> Status:

@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 import kvferry
-from deploy.cluster.actors import drain_and_end, find_program, program_names, stop_and_end
+from deploy.cluster.actors import drain_and_end, find_program, program_names, stop_and_end, why_dead
 from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
 from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
 from deploy.cluster.plan import ClusterPlan, difference, plan_of
@@ -26,7 +27,7 @@ from deploy.cluster.seat import Asked, Seat, Surroundings
 from deploy.cluster.wanted import KEY, Wanted, bundles_of, first_wanted, wanted_of
 from kvferry import process
 from kvferry.bell import Bell
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, NoWorker
 from kvferry.racing import until_first
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,10 @@ class Controller:
             await self._want(wanted.with_role(name, role))
 
     async def down(self) -> None:
-        """Ends everything, and forgets it. What runs is told so at once, also what a controller that was lost has left behind."""
+        """Ends everything, and forgets it. What runs is told so at once, also what a controller that was lost has left behind.
+
+        Raises NoWorker if that cannot be known.
+        """
         async with self._change():
             self._wanted = None
             await asyncio.to_thread(_internal_kv_del, KEY, namespace=self._namespace.encode())
@@ -202,9 +206,13 @@ class Controller:
                 seat.leave(is_hurried=True)
             while self._seats:
                 await self._bell.wait()
+            try:
+                left = [await find_program(name, self._namespace) for name in await program_names(self._namespace)]
+            except RayError as error:
+                raise NoWorker(f"Ray does not say what still runs: {why_dead(error)}; try again") from error
             async with asyncio.TaskGroup() as group:
-                for name in await program_names(self._namespace):
-                    if (actor := await find_program(name, self._namespace)) is not None:
+                for actor in left:
+                    if actor is not None:
                         group.create_task(stop_and_end(actor))
             await self._reservations.give_up_all()
 

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 
 import pytest
+import ray
+from ray.exceptions import RaySystemError
 
 from deploy.cluster.actors import SILENCE_S
 from deploy.cluster.controller import Controller
 from deploy.cluster.plan import plan_of
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, NoWorker
 from loadtest.virtual_time import run_virtual
 from tests.deploy.fake_ray import FakeProgram, FakeRay
 
@@ -131,5 +133,26 @@ def test_a_program_of_nobody_that_hangs_is_ended_too(fake):
         async with controlled():
             await asyncio.sleep(2 * SILENCE_S + 1)
             assert "decode-3" not in fake.actors
+
+    run_virtual(main)
+
+
+def test_down_is_not_done_when_ray_does_not_say_what_still_runs(fake, monkeypatch):
+    async def main():
+        async with controlled() as controller:
+            await controller.apply(PLAN.model_dump())
+            await status_when(controller, all_ready)
+
+            def fail(name, namespace):
+                raise RaySystemError("its store is away")
+
+            fake.actors["decode-7"] = left = FakeProgram("decode-7")
+            with monkeypatch.context() as away:
+                away.setattr(ray, "get_actor", fail)
+                with pytest.raises(NoWorker, match=r"its store is away; try again"):
+                    await controller.down()
+            assert left not in fake.killed
+            await controller.down()
+            assert left in fake.killed
 
     run_virtual(main)
