@@ -13,20 +13,22 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 import kvferry
-from deploy.cluster.kinship import has_program_name
+from deploy.cluster.actors import drain_and_end, find_program, program_names, stop_and_end, why_dead
 from deploy.cluster.life import MemoryInUse, as_long_as_the_actor
 from deploy.cluster.nodes import ClusterNode, are_one_machine, cluster_nodes
 from deploy.cluster.plan import ClusterPlan, difference, plan_of
 from deploy.cluster.reservations import Reservation, Reservations
 from deploy.cluster.room import Bundle, why_not
-from deploy.cluster.seat import Asked, Seat, Surroundings, end_stranger
+from deploy.cluster.seat import Asked, Seat, Surroundings
 from deploy.cluster.wanted import KEY, Wanted, bundles_of, first_wanted, wanted_of
 from kvferry import process
 from kvferry.bell import Bell
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, NoWorker
+from kvferry.racing import until_first
 
 logger = logging.getLogger(__name__)
 
@@ -118,13 +120,23 @@ class Controller:
 
     async def _end_strangers(self) -> None:
         """Programs that were leaving when the last controller was lost, and what room they have."""
-        named: Any = await asyncio.to_thread(ray.util.list_named_actors, True)
-        for one in named:
-            name = one["name"]
-            if one["namespace"] == self._namespace and has_program_name(name) and name not in self._seats:
-                await end_stranger(name, self._namespace)
+        names = {*await program_names(self._namespace), *self._reservations.names} - self._seats.keys()
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(self._end_stranger(name))
+
+    async def _end_stranger(self, name: str) -> None:
+        """Unless a seat takes that name: the program is the seat's then."""
+        actor = await find_program(name, self._namespace)
+        if actor is not None and name not in self._seats:
+            logger.info("%s is wanted no more", name)
+            await until_first(drain_and_end(actor), self._until_taken(name))
         async with self._changing:
-            await self._reservations.give_up(self._reservations.names - self._seats.keys())
+            await self._reservations.give_up({name} - self._seats.keys())
+
+    async def _until_taken(self, name: str) -> None:
+        while name not in self._seats:
+            await self._bell.wait()
 
     # --------------------------------------------------------------------------------------------------- what is asked
 
@@ -133,14 +145,14 @@ class Controller:
         await self._adopted.wait()
         return kvferry.__version__
 
-    async def apply(self, plan: dict[str, Any]) -> None:
-        """Brings the cluster to this plan, and what runs there to its counts."""
+    async def apply(self, plan: dict[str, Any]) -> bool:
+        """Brings the cluster to this plan, and what runs there to its counts. True: nothing was wanted before, this began it."""
         wanted = plan_of(plan)
         async with self._change():
             if self._wanted is None:
                 nodes = await asyncio.to_thread(cluster_nodes)
-                await self._want(first_wanted(with_routers(wanted, nodes), _is_loopback(wanted, nodes)))
-                return
+                await self._want(first_wanted(with_routers(wanted, nodes), _machine_of(wanted, nodes)))
+                return True
             different = difference(self._wanted.plan, wanted)
             if different:
                 raise ConfigurationError(
@@ -148,6 +160,7 @@ class Controller:
                     "`kvferry down` ends it; `kvferry scale` changes its counts"
                 )
             await self._want(self._scaled(wanted.prefill.count, wanted.decode.count))
+            return False
 
     async def scale(self, num_prefill: int | None, num_decode: int | None) -> None:
         async with self._change():
@@ -182,7 +195,10 @@ class Controller:
             await self._want(wanted.with_role(name, role))
 
     async def down(self) -> None:
-        """Ends everything, and forgets it. What runs is told so at once."""
+        """Ends everything, and forgets it. What runs is told so at once, also what a controller that was lost has left behind.
+
+        Raises NoWorker if that cannot be known.
+        """
         async with self._change():
             self._wanted = None
             await asyncio.to_thread(_internal_kv_del, KEY, namespace=self._namespace.encode())
@@ -190,6 +206,22 @@ class Controller:
                 seat.leave(is_hurried=True)
             while self._seats:
                 await self._bell.wait()
+            try:
+                left = [await find_program(name, self._namespace) for name in await program_names(self._namespace)]
+            except RayError as error:
+                raise NoWorker(f"Ray does not say what still runs: {why_dead(error)}; try again") from error
+            async with asyncio.TaskGroup() as group:
+                for actor in left:
+                    if actor is not None:
+                        group.create_task(stop_and_end(actor))
+            await self._reservations.give_up_all()
+
+    async def retire(self) -> None:
+        """Ends this controller if nothing is wanted: what anybody wants from now on, he hears in time that it was lost."""
+        async with self._change():
+            if self._wanted is None:
+                await asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor)
+                await asyncio.Event().wait()
 
     async def status(self, known_version: int = 0) -> dict[str, Any]:
         """Once it is another than that, or after a while."""
@@ -203,6 +235,7 @@ class Controller:
             "namespace": self._namespace,
             "is_wanted": wanted is not None,
             "model": wanted.plan.model if wanted else "",
+            "grace_s": wanted.plan.grace_s if wanted else 0.0,
             "wanted": {role: wanted.count(role) if wanted else 0 for role in ("prefill", "decode")},
             "controller": {
                 "node_id": context.get_node_id(),
@@ -346,12 +379,12 @@ def with_routers(plan: ClusterPlan, nodes: list[ClusterNode]) -> ClusterPlan:
     return plan.model_copy(update={"router": plan.router.model_copy(update={"count": len(addresses)})})
 
 
-def _is_loopback(plan: ClusterPlan, nodes: list[ClusterNode]) -> bool:
-    """Raises ConfigurationError if there is more than one machine and nothing to tell them apart by."""
+def _machine_of(plan: ClusterPlan, nodes: list[ClusterNode]) -> str:
+    """The only one that it may use; empty: any. Raises ConfigurationError if there are more and nothing to tell them apart by."""
     if plan.tls is not None:
-        return False
+        return ""
     if are_one_machine(nodes):
-        return True
+        return nodes[0].machine
     raise ConfigurationError(
         f"the cluster has nodes on {len({node.address for node in nodes})} addresses: what listens beyond loopback needs TLS. "
         "Name each node's files in the deployment file: tls: {certificate: PATH, key: PATH, authority: PATH}"

@@ -19,13 +19,17 @@ class ClusterNode:
     free: dict[str, float]
 
     @property
+    def machine(self) -> str:
+        return f"{self.address} ({self.host})"
+
+    @property
     def name(self) -> str:
         return f"{self.address} ({self.host}, node {self.node_id[:8]})"
 
     def room(self, ours: dict[str, float]) -> NodeRoom:
         """`ours`: what this deployment has of it already."""
         free = {key: self.free.get(key, 0) + ours.get(key, 0) for key in {*self.free, *ours}}
-        return NodeRoom(self.node_id, self.name, self.labels, free, self.address)
+        return NodeRoom(self.node_id, self.name, self.labels, free, self.address, self.machine)
 
 
 def cluster_nodes() -> list[ClusterNode]:
@@ -46,4 +50,4 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def are_one_machine(nodes: list[ClusterNode]) -> bool:
-    return len({(node.address, node.host) for node in nodes}) <= 1
+    return len({node.machine for node in nodes}) == 1

@@ -144,7 +144,10 @@ class _Search:
 
     def _words(self, bundle: Bundle) -> str:
         reasons = "; ".join(f"{node.name} {self._floor.why_not(bundle, node)}" for node in self._floor.nodes)
-        return (
+        said = (
             f"no node has room for {bundle.owner}: it needs {needs(bundle)}, but {reasons or 'there is no node'}. "
             "Ask for fewer or smaller workers, add a node, or mend the labels in the deployment file"
         )
+        if not bundle.machine or all(node.machine == bundle.machine for node in self._floor.nodes):
+            return said
+        return f"{said}. Other machines than {bundle.machine} need TLS: `kvferry down`, then `kvferry up` with tls: in that file"

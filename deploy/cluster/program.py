@@ -5,6 +5,7 @@ its node and its orders, and neither Ray's cluster nor the deployment.
 """
 
 import asyncio
+import hashlib
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -59,7 +60,7 @@ class ProgramActor:
     def __init__(self, name: str, secret: str):
         process.set_up_logs("info", name)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        self._secret_file = _hold_secret(secret)
+        self._secret_file, self._secret_digest = _hold_secret(secret), digest_of(secret)
         self._name, self._order, self._told, self._bell = name, Order(0, "", (), ""), Told(), Bell()
         self._memory = MemoryInUse()
         self._host = worker_process.WorkerHost()
@@ -68,7 +69,7 @@ class ProgramActor:
         self._serving = as_long_as_the_actor(self._serve())
 
     def where(self) -> dict[str, Any]:
-        """The node, in words for people."""
+        """The node, in words for people; and of which secret this actor is."""
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
         return {
@@ -78,6 +79,7 @@ class ProgramActor:
             "pid": os.getpid(),
             "version": kvferry.__version__,
             "code": str(Path(kvferry.__file__).parents[1]),
+            "secret_digest": self._secret_digest,
         }
 
     async def begin(self, role: str, arguments: list[str], previous_end: str) -> int:
@@ -204,6 +206,11 @@ def _make_model(arguments: tuple[str, ...]) -> None:
     if given and not Path(given).exists():
         raise ConfigurationError(f"model {given} is not there: put it at that path on every node, or name another")
     make_model(Path(given) if given else None, home())
+
+
+def digest_of(secret: str) -> str:
+    """Tells secrets apart, and tells nobody what they are: they are random, and long."""
+    return hashlib.blake2b(secret.encode(), digest_size=16).hexdigest()
 
 
 def _hold_secret(secret: str) -> Path:

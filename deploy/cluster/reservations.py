@@ -6,7 +6,7 @@ reserved together. One group each, not one a pool: Ray's groups do not shrink, a
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +88,12 @@ class Reservations:
     async def give_up(self, names: Iterable[str]) -> None:
         async with self._changing:
             await self._give_up(names)
+
+    async def give_up_all(self) -> None:
+        """Also what is there and was not known."""
+        async with self._changing:
+            self._held.clear()
+            await asyncio.to_thread(_remove_all_but, set(), self._prefix)
 
     async def _give_up(self, names: Iterable[str]) -> None:
         groups = [held.group for name in names if (held := self._held.pop(name, None)) is not None]
@@ -186,7 +192,7 @@ def _made_before(prefix: str) -> dict[str, Reservation]:
     }
 
 
-def _remove_all_but(group_ids: set[str], prefix: str) -> None:
+def _remove_all_but(group_ids: Set[str], prefix: str) -> None:
     _remove(_group(group_id) for group_id in _table(prefix).keys() - group_ids)
 
 

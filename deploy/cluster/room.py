@@ -12,6 +12,7 @@ class NodeRoom:
     free: dict[str, float]
     """What this deployment may have of it: nobody else does."""
     address: str = ""
+    machine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,14 @@ class Bundle:
     """It shares its node's address with no other such."""
     near: str = ""
     """The address where it is best, if it may be there."""
+    machine: str = ""
+    """The only one where it may be, if it may not be on all."""
 
 
 def why_not(bundle: Bundle, node: NodeRoom, free: Mapping[str, float]) -> str:
     """Empty if the bundle fits into what is `free` of the node now."""
+    if bundle.machine and bundle.machine != node.machine:
+        return f"is not on {bundle.machine}"
     for name, wanted in bundle.labels.items():
         found = node.labels.get(name)
         if not selects(wanted, found):

@@ -5,7 +5,7 @@ it is lost. Told to leave, it lets the program drain, ends the actor, and is don
 """
 
 import asyncio
-import contextlib
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
@@ -15,8 +15,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 import kvferry
-from deploy.cluster.kinship import check_is_of, is_of
-from deploy.cluster.program import ProgramActor
+from deploy.cluster.actors import SILENCE_S, end, prompt_result, result, stop_and_end, why_dead
+from deploy.cluster.kinship import check_is_of
+from deploy.cluster.program import ProgramActor, digest_of
 from deploy.cluster.reservations import Reservation
 from deploy.local import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S
 from kvferry.bell import Bell
@@ -25,13 +26,11 @@ from kvferry.racing import until_first
 
 logger = logging.getLogger(__name__)
 
+RUNNING = ("listening", "ready", "draining")
+"""In another state an actor may be silent for long: what it loads first, it loads before it hears anything."""
 PLACING_S = 2.0
 """An actor that is not there by then may wait on a node that was lost."""
 UNREACHABLE_PAUSE_S = 1.0
-STOP_TIMEOUT_S = 3.0
-"""For a program to tell its clients that it ends."""
-DEAD_WORDS = 300
-"""Of what Ray says of an actor that never began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ class Seat:
         self._say("gone")
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self.status), "is_ready": self.status.is_ready}
+        return {**asdict(self.status), "is_ready": self.status.is_ready, "is_leaving": self.is_leaving}
 
     # -------------------------------------------------------------------------------------------------------- one life
 
@@ -147,7 +146,7 @@ class Seat:
             self.status.has_failed = not ended.has_run
             return ended.how
         except RayError as error:
-            words = "" if self.status.details else f": {' '.join(str(error).split())[:DEAD_WORDS]}"
+            words = "" if self.status.details else f": {why_dead(error)}"
             self.status.has_failed = bool(words) and self.status.num_starts == 1
             return f"actor lost: {type(error).__name__}{words}"
         except ConfigurationError as error:
@@ -167,9 +166,13 @@ class Seat:
             return
         self._say("placing")
         self._actor = await asyncio.to_thread(self._find_or_create, room)
-        self.status.node = node = await self._until_placed(self._actor.where.remote())
-        if node and node["version"] != kvferry.__version__:
+        node = await self._until_placed(self._actor.where.remote())
+        digest = node.pop("secret_digest", "")
+        self.status.node = node
+        if node["version"] != kvferry.__version__:
             raise _Ended(f"node {self.node_words} has kvferry {node['version']}, not {kvferry.__version__}", False)
+        if digest != digest_of(self._around.secret):
+            raise _Ended("of that name there was a program of an earlier deployment", True)
         await until_first(self._follow(), self._give_orders())
 
     def _find_or_create(self, room: Reservation) -> Any:
@@ -193,7 +196,7 @@ class Seat:
         return actor
 
     async def _until_placed(self, reference: Any) -> dict[str, Any]:
-        placed = asyncio.ensure_future(_result(reference))
+        placed = asyncio.ensure_future(result(reference))
         try:
             while not placed.done():
                 await asyncio.wait((placed,), timeout=PLACING_S)
@@ -223,12 +226,15 @@ class Seat:
         await asyncio.Event().wait()  # until its end is heard of
 
     async def _told(self, method: str, *arguments: Any) -> Any:
-        """An actor that cannot be reached for the moment is not lost."""
+        """An actor that cannot be reached for the moment is not lost. One that can, and runs, answers: else it raises _Ended."""
+        ask = functools.partial(getattr(self._actor, method).remote, *arguments)
         while True:
             try:
-                return await _result(getattr(self._actor, method).remote(*arguments))
+                return await (prompt_result(ask) if self.status.state in RUNNING else result(ask()))
             except ActorUnavailableError:
                 await asyncio.sleep(UNREACHABLE_PAUSE_S)
+            except TimeoutError:
+                raise _Ended(f"it hangs: no answer for {2 * SILENCE_S:g} s", True) from None
 
     async def _follow(self) -> None:
         """Raises _Ended."""
@@ -262,14 +268,8 @@ class Seat:
 
     async def _end_actor(self) -> None:
         actor, self._actor = self._actor, None
-        if actor is None:
-            return
-        if self._is_hurried:
-            with contextlib.suppress(RayError, TimeoutError):
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await _stopped(actor)
-        with contextlib.suppress(RayError):
-            await asyncio.to_thread(ray.kill, actor)
+        if actor is not None:
+            await (stop_and_end if self._is_hurried else end)(actor)
 
     def _say(self, state: str, reason: str = "") -> None:
         self.status.state, self.status.reason = state, reason
@@ -282,33 +282,3 @@ class _Ended(Exception):
     def __init__(self, how: str, has_run: bool):
         super().__init__(how)
         self.how, self.has_run = how, has_run
-
-
-async def _result(reference: Any) -> Any:
-    """Of a call to an actor."""
-    return await asyncio.wrap_future(reference.future())
-
-
-async def end_stranger(name: str, namespace: str) -> None:
-    """A program's actor that no seat has: it drains, and is ended. One that is not kvferry's is left alone."""
-    with contextlib.suppress(RayError, ValueError):
-        actor: Any = await asyncio.to_thread(ray.get_actor, name, namespace)
-        if not is_of(actor, ProgramActor):
-            return
-        logger.info("%s is wanted no more", name)
-        if await _result(actor.drain.remote()):
-            await _ended(actor)
-        await asyncio.to_thread(ray.kill, actor)
-
-
-async def _stopped(actor: Any) -> None:
-    """Returns when its program, if there is one, has ended."""
-    if await _result(actor.stop.remote()):
-        await _ended(actor)
-
-
-async def _ended(actor: Any) -> None:
-    version, code = 0, None
-    while code is None:
-        report = await _result(actor.report.remote(version))
-        version, code = report["version"], report["code"]

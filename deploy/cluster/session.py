@@ -105,7 +105,10 @@ async def until_serving(status: Status) -> None:
                 while (await client.get(f"{url}/health/ready")).status_code != 200:
                     await asyncio.sleep(0.05)
         except (TimeoutError, httpx.TransportError) as error:
-            raise ConfigurationError(f"the router at {url} does not become ready, seen from here: {error!r}") from error
+            raise ConfigurationError(
+                f"the router at {url} does not become ready, seen from here: {error!r}. On a cluster the deployment stays: "
+                "`kvferry status` shows it, `kvferry down` ends it"
+            ) from error
 
 
 def num_cpus_of(plan: ClusterPlan) -> int:

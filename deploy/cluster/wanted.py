@@ -20,14 +20,18 @@ ROUTER_PORTS_APART = 10
 class Wanted:
     plan: ClusterPlan
     secret: str
-    is_loopback: bool
-    """All nodes are one machine: nothing listens beyond it."""
+    machine: str
+    """Of all nodes where it began without TLS: nothing listens beyond it, so nothing may be elsewhere. Empty: anywhere."""
     workers: dict[str, str]
     """Role by name. A worker that changes its role keeps its name."""
     routers: dict[str, str]
     """Where each listens for workers; empty as long as that is not known."""
     ports: dict[str, list[int]]
     """HTTP, gRPC and registry of each router, once it has them: it must be found where it was."""
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.machine != ""
 
     @property
     def roles(self) -> dict[str, str]:
@@ -68,7 +72,7 @@ class Wanted:
             {
                 "plan": self.plan.model_dump(),
                 "secret": self.secret,
-                "is_loopback": self.is_loopback,
+                "machine": self.machine,
                 "workers": self.workers,
                 "routers": self.routers,
                 "ports": self.ports,
@@ -76,11 +80,11 @@ class Wanted:
         ).encode()
 
 
-def first_wanted(plan: ClusterPlan, is_loopback: bool) -> Wanted:
+def first_wanted(plan: ClusterPlan, machine: str) -> Wanted:
     """On one machine with fixed ports it is known where routers will be: workers load while those begin."""
     routers = {f"router-{number}": "" for number in range(1, plan.router.count + 1)}
-    empty = Wanted(plan, secrets.token_urlsafe(32), is_loopback, {}, routers, {})
-    if is_loopback and plan.router.registry_port:
+    empty = Wanted(plan, secrets.token_urlsafe(32), machine, {}, routers, {})
+    if machine and plan.router.registry_port:
         empty = replace(empty, routers={name: f"127.0.0.1:{empty.ports_of(name)[2]}" for name in routers})
     return empty.scaled("prefill", plan.prefill.count).scaled("decode", plan.decode.count)
 
@@ -100,6 +104,7 @@ def bundles_of(wanted: Wanted) -> list[Bundle]:
             wanted.plan.pool(role).labels,
             is_apart=role == "router" and not wanted.is_loopback,
             near=wanted.routers.get(name, "").rpartition(":")[0],
+            machine=wanted.machine,
         )
         for name, role in roles
     ]

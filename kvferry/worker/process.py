@@ -46,11 +46,33 @@ class WorkerHost:
     """Of a process that outlives its worker: the next one, of either role, takes over what this one has loaded."""
 
     loaded: Loaded | None = None
+    loading: "asyncio.Future[Loaded] | None" = None
+    """Of the worker that runs, or of one before it: a thread that loads cannot be ended, and nothing is loaded twice."""
     draining: Draining | None = None
     """Of the worker that runs."""
 
 
 host: ContextVar[WorkerHost | None] = ContextVar("host", default=None)
+
+
+async def _loaded_in(here: WorkerHost, config: WorkerConfig) -> Loaded:
+    if here.loaded is not None:
+        return here.loaded
+    if here.loading is None:
+        here.loading = asyncio.ensure_future(_load_into(here, config))
+    return await asyncio.shield(here.loading)
+
+
+async def _load_into(here: WorkerHost, config: WorkerConfig) -> Loaded:
+    try:
+        here.loaded = await _load_or_simulate(config)
+        return here.loaded
+    finally:
+        here.loading = None
+
+
+async def _load_or_simulate(config: WorkerConfig) -> Loaded:
+    return await (_simulate(config) if config.engine == "sim" else _load(config))
 
 
 async def _load(config: WorkerConfig) -> Loaded:
@@ -111,9 +133,7 @@ async def serve_worker(
     secret, tls = read_secret(config.secret_file), read_tls(config)
     say_state("loading", share=0.0)
     here = host.get()
-    loaded = here.loaded if here is not None else None
-    if loaded is None:
-        loaded = await (_simulate(config) if config.engine == "sim" else _load(config))
+    loaded = await (_load_or_simulate(config) if here is None else _loaded_in(here, config))
     if here is not None:
         kept = KeptExecutor.of(loaded.executor)
         await kept.settle()

@@ -1,6 +1,7 @@
 """Where what is wanted goes, and what is said when it cannot: without Ray."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -164,3 +165,13 @@ def holds(settled, way, nodes):
             return False
         take(bundle, there)
     return True
+
+
+def test_what_may_be_on_one_machine_only_is_on_that_one():
+    nodes = [replace(node("a", 1), machine="m"), replace(node("b", 9), machine="n")]
+    here = [replace(worker(name), machine="m") for name in ("one", "two")]
+    assert find_places(here[:1], nodes).node_ids == {"one": "a"}
+    text = shortage(here, nodes)
+    assert "a has 0 CPU left; b is not on m." in text
+    assert text.endswith("Other machines than m need TLS: `kvferry down`, then `kvferry up` with tls: in that file")
+    assert "TLS" not in shortage(here, nodes[:1])

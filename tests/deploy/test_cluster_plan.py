@@ -134,7 +134,7 @@ def test_a_router_may_be_on_each_address_that_is_labelled_for_it_however_many_th
 
 
 def test_scaling_takes_free_names_from_below_and_lets_the_highest_go():
-    wanted = first_wanted(plan_of({"prefill": {"count": 1}, "decode": {"count": 3}}), True)
+    wanted = first_wanted(plan_of({"prefill": {"count": 1}, "decode": {"count": 3}}), "m")
     assert list(wanted.workers) == ["prefill-1", "decode-1", "decode-2", "decode-3"]
     wanted = wanted.without("decode-1").scaled("decode", 3)
     assert set(wanted.workers) == {"prefill-1", "decode-1", "decode-2", "decode-3"}
@@ -144,13 +144,13 @@ def test_scaling_takes_free_names_from_below_and_lets_the_highest_go():
 
 
 def test_a_worker_that_changed_its_role_keeps_its_name_and_nobody_else_gets_it():
-    wanted = first_wanted(ClusterPlan(), True).with_role("prefill-1", "decode")
+    wanted = first_wanted(ClusterPlan(), "m").with_role("prefill-1", "decode")
     assert (wanted.count("prefill"), wanted.count("decode")) == (0, 2)
     assert wanted.scaled("prefill", 1).workers == {"prefill-1": "decode", "decode-1": "decode", "prefill-2": "prefill"}
 
 
 def test_what_is_wanted_survives_being_stored():
-    wanted = first_wanted(read_plan(EXAMPLES / "ten_hosts.yaml"), False).with_router(
+    wanted = first_wanted(read_plan(EXAMPLES / "ten_hosts.yaml"), "").with_router(
         "router-1", "10.0.0.1:8002", [1, 2, 3]
     )
     assert wanted_of(wanted.to_json()) == wanted
@@ -160,7 +160,7 @@ def test_what_is_wanted_survives_being_stored():
 def test_what_answers_comes_first_and_routers_beyond_one_machine_are_apart_and_where_they_were():
     plan = plan_of({"router": {"count": 2, "cpus": 0}, "prefill": {"cpus": 3}, "decode": {"labels": {"x": "y"}}})
     beyond = (
-        first_wanted(plan, False)
+        first_wanted(plan, "")
         .with_router("router-2", "10.0.0.2:8002", [8000, 8001, 8002])
         .with_role("prefill-1", "decode")
     )
@@ -170,10 +170,10 @@ def test_what_answers_comes_first_and_routers_beyond_one_machine_are_apart_and_w
         Bundle("prefill-1", {"CPU": 1}, {"x": "y"}),
         Bundle("decode-1", {"CPU": 1}, {"x": "y"}),
     ]
-    here = bundles_of(first_wanted(plan, True))
+    here = bundles_of(first_wanted(plan, "m"))
     assert not any(bundle.is_apart for bundle in here), "their ports differ"
     assert [bundle.owner for bundle in here] == ["router-1", "router-2", "decode-1", "prefill-1"]
 
 
 def test_every_deployment_has_a_secret_of_its_own():
-    assert first_wanted(ClusterPlan(), True).secret != first_wanted(ClusterPlan(), True).secret
+    assert first_wanted(ClusterPlan(), "m").secret != first_wanted(ClusterPlan(), "m").secret

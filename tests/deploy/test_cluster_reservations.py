@@ -1,72 +1,19 @@
 """Room that is reserved for programs: all of a change or nothing, kept through their lives. Against Ray's groups as they behave, without Ray."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
-import ray
 
 from deploy.cluster import reservations
-from deploy.cluster.nodes import ClusterNode
 from deploy.cluster.reservations import Reservations
 from deploy.cluster.room import Bundle
-
-
-class Groups:
-    """Nodes with CPUs, and placement groups on them. `num_stolen`: CPUs of each that somebody takes before we can."""
-
-    def __init__(self, **cpus):
-        self.cpus, self.told, self.num_stolen = dict(cpus), dict[str, dict](), 0
-
-    def nodes(self):
-        return [
-            ClusterNode(name, name, name, {}, {"CPU": total}, {"CPU": total - self.taken(name)})
-            for name, total in self.cpus.items()
-        ]
-
-    def taken(self, name):
-        there = (
-            one for one in self.told.values() if one["state"] == "CREATED" and one["bundles_to_node_id"][0] == name
-        )
-        return sum(one["bundles"][0].get("CPU", 0) for one in there)
-
-    def make(self, bundles, name, lifetime, bundle_label_selector):
-        assert lifetime == "detached"
-        ((node_id,),) = (one.values() for one in bundle_label_selector)
-        fits = bundles[0].get("CPU", 0) <= self.cpus[node_id] - self.taken(node_id) - self.num_stolen
-        group_id = f"{len(self.told) + 1:036x}"
-        self.told[group_id] = {
-            "name": name,
-            "state": "CREATED" if fits else "PENDING",
-            "bundles": {0: bundles[0]},
-            "bundles_to_node_id": {0: node_id if fits else ""},
-        }
-        return SimpleNamespace(id=ray.PlacementGroupID.from_hex(group_id), wait=lambda timeout_s: fits)
-
-    def table(self, group=None):
-        return self.told if group is None else self.told[group.id.hex()]
-
-    def remove(self, group):
-        self.told[group.id.hex()]["state"] = "REMOVED"
-
-    def lose(self, node_id):
-        del self.cpus[node_id]
-        for one in self.told.values():
-            if one["state"] == "CREATED" and one["bundles_to_node_id"][0] == node_id:
-                one["state"], one["bundles_to_node_id"] = "RESCHEDULING", {0: ""}
-
-    @property
-    def there(self):
-        return {one["name"] for one in self.told.values() if one["state"] != "REMOVED"}
+from tests.deploy.fake_ray import Groups
 
 
 @pytest.fixture
 def groups(monkeypatch):
     found = Groups(a=4, b=2)
-    monkeypatch.setattr(ray.util, "placement_group", found.make)
-    monkeypatch.setattr(ray.util, "placement_group_table", found.table)
-    monkeypatch.setattr(ray.util, "remove_placement_group", found.remove)
-    monkeypatch.setattr(reservations, "cluster_nodes", found.nodes)
+    found.stand_in(monkeypatch)
     return found
 
 

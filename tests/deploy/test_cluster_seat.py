@@ -5,10 +5,12 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 import kvferry
-from deploy.cluster import seat as seats
+from deploy.cluster import actors
+from deploy.cluster.actors import SILENCE_S, why_dead
+from deploy.cluster.program import digest_of
 from deploy.cluster.reservations import Reservation
 from deploy.cluster.seat import PLACING_S, Asked, Seat, Surroundings
 from loadtest.virtual_time import run_virtual
@@ -28,9 +30,15 @@ READY = {
 class FakeActor:
     """Is ready at once, and lost after `life_s`."""
 
-    def __init__(self, life_s, version=kvferry.__version__, is_placed=True, begin_s=0.0):
+    def __init__(self, life_s, version=kvferry.__version__, is_placed=True, begin_s=0.0, secret="", num_unheard=0):
         self._ends_s, self._version, self._is_placed = asyncio.get_running_loop().time() + life_s, version, is_placed
-        self._begin_s, self.told = begin_s, []
+        self._begin_s, self.told, self.num_unheard = begin_s, [], num_unheard
+        self._where = {
+            "version": self._version,
+            "address": "10.0.0.7",
+            "host": "seven",
+            "secret_digest": digest_of(secret),
+        }
 
     def __getattr__(self, method):
         return SimpleNamespace(
@@ -42,12 +50,17 @@ class FakeActor:
         if method == "where" and not self._is_placed:
             return coming
         if method == "where":
-            coming.set_result({"version": self._version, "address": "10.0.0.7", "host": "seven", "node_id": "07"})
+            coming.set_result(self._where)
         elif method == "report" and arguments == (0,):
             coming.set_result(READY)
         elif method == "report":
             loop = asyncio.get_running_loop()
-            loop.call_at(self._ends_s, coming.set_exception, RayActorError())
+            if self.num_unheard:
+                self.num_unheard -= 1
+            elif self._ends_s < loop.time() + 5:
+                loop.call_at(self._ends_s, coming.set_exception, RayActorError())
+            else:
+                loop.call_later(5, coming.set_result, READY)
         else:
             self.told.append((method, *arguments[:1]))
             asyncio.get_running_loop().call_later(self._begin_s * (method == "begin"), coming.set_result, 1)
@@ -76,7 +89,7 @@ def given(monkeypatch):
         return Seat("decode-1", "decode", around), began
 
     monkeypatch.setattr(asyncio, "to_thread", inline)
-    monkeypatch.setattr(seats.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(actors.ray, "kill", lambda actor: None)
     return begin
 
 
@@ -183,6 +196,66 @@ def test_a_seat_is_not_ready_as_what_it_does_not_run_yet(given):
         seat.change("prefill")
         assert seat.status.state == "ready", "the decode program has not heard of it"
         assert not seat.status.is_ready
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_an_actor_of_another_secret_is_not_adopted_but_ended_and_another_one_begins(given):
+    async def main():
+        old, new = FakeActor(100, secret="of a deployment before"), FakeActor(100)
+        seat, _ = given(lambda: old, lambda: new)
+        running = asyncio.ensure_future(seat.run())
+        while not seat.status.is_ready:
+            assert not seat.status.has_failed
+            await asyncio.sleep(0.01)
+        assert (old.told, new.told) == ([], [("begin", "decode")])
+        assert "secret" not in str(seat.as_dict()), "it is nobody's"
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_of_what_ray_says_of_a_lost_actor_where_and_why_are_kept():
+    traceback = ["ray::A (pid=1, ip=10.0.0.7)", *["  File some"] * 100, "ImportError: no such library"]
+    failed = RayTaskError("begin", "\n".join(traceback), None)
+    assert why_dead(ActorDiedError(failed)) == "ImportError: no such library (on node 10.0.0.7)"
+    assert why_dead(RayError("short\n  text")) == "short text"
+    said = why_dead(RayError(f"begins {'x' * 2000} ends"))
+    assert said.startswith("begins x")
+    assert said.endswith("x ends")
+    assert len(said) < 700
+
+
+def test_one_that_runs_and_answers_no_more_is_ended_and_begins_again(given):
+    async def main():
+        hung, next_one = FakeActor(10_000, num_unheard=2), FakeActor(10_000)
+        seat, began = given(lambda: hung, lambda: next_one)
+        running = asyncio.ensure_future(seat.run())
+        while len(began) < 2:
+            await asyncio.sleep(0.1)
+        assert began[1] - began[0] == pytest.approx(2 * SILENCE_S + 0.5, abs=0.2)
+        assert seat.status.previous_end == "it hangs: no answer for 30 s"
+        await asyncio.sleep(1)
+        assert (seat.status.is_ready, seat.status.num_starts) == (True, 2)
+        running.cancel()
+
+    run_virtual(main)
+
+
+def test_one_question_without_an_answer_is_no_loss_nor_is_silence_while_it_loads(given, monkeypatch):
+    async def main():
+        unheard, loading = FakeActor(10_000, num_unheard=1), FakeActor(10_000, num_unheard=2)
+        seat, began = given(lambda: unheard)
+        running = asyncio.ensure_future(seat.run())
+        await asyncio.sleep(200)
+        assert (len(began), seat.status.is_ready) == (1, True), "it may be the controller that was stopped for a while"
+        running.cancel()
+        monkeypatch.setitem(READY, "state", "loading")
+        seat, began = given(lambda: loading)
+        running = asyncio.ensure_future(seat.run())
+        await asyncio.sleep(200)
+        assert (len(began), seat.status.state) == (1, "loading")
         running.cancel()
 
     run_virtual(main)
