@@ -27,7 +27,7 @@ async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Con
     """On a cluster: until it is ready, and it stays. Without an address: on a Ray of this machine, until cancelled."""
     plan.check()
     phases = Phases()
-    ray_for_it = _connected(address, namespace) if address else ray_here(num_cpus_of(plan), namespace)
+    ray_for_it = _connected(address, namespace, needs_node=True) if address else ray_here(num_cpus_of(plan), namespace)
     async with ray_for_it:
         phases.done("Ray")
         client = ClusterClient(namespace, SeatLines(notes))
@@ -43,9 +43,9 @@ async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Con
 
 
 @contextlib.asynccontextmanager
-async def _connected(address: str, namespace: str) -> AsyncIterator[None]:
+async def _connected(address: str, namespace: str, needs_node: bool) -> AsyncIterator[None]:
     """To a cluster that is there. Raises ConfigurationError."""
-    await asyncio.to_thread(connect, address or "auto", namespace)
+    await asyncio.to_thread(connect, address or "auto", namespace, needs_node)
     restore_signals()
     try:
         yield
@@ -73,8 +73,8 @@ async def _stay(client: ClusterClient, notes: Console) -> None:
 
 @contextlib.asynccontextmanager
 async def deployed(address: str, namespace: str, notes: Console) -> AsyncIterator[ClusterClient]:
-    """The deployment that runs there. Raises ConfigurationError."""
-    async with _connected(address, namespace):
+    """The deployment that runs there, also seen from a machine that is no node of that cluster. Raises ConfigurationError."""
+    async with _connected(address, namespace, needs_node=False):
         client = ClusterClient(namespace, SeatLines(notes))
         await client.find()
         yield client
@@ -87,7 +87,7 @@ async def show_status(address: str, namespace: str, notes: Console, as_json: boo
 
 async def load_on_cluster(load: LoadPlan, url: str | None, address: str, namespace: str, notes: Console) -> LoadReport:
     """From every node that is alive, to the deployment that runs there or to `url`. Raises ConfigurationError or NoWorker."""
-    async with _connected(address, namespace):
+    async with _connected(address, namespace, needs_node=True):
         if url is None:
             client = ClusterClient(namespace)
             await client.find()
