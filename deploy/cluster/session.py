@@ -14,6 +14,7 @@ from deploy.cluster.connection import connect, import_ray, ray_here, restore_sig
 from deploy.cluster.console import Phases, SeatLines, cluster_banner, print_status
 from deploy.cluster.nodes import cluster_nodes
 from deploy.cluster.plan import KINDS, ClusterPlan
+from deploy.local import num_cores
 from kvferry.errors import ConfigurationError, LaterError
 from loadtest.load import LoadPlan
 from loadtest.report import LoadReport
@@ -27,7 +28,9 @@ async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Con
     """On a cluster: until it is ready, and it stays. Without an address: on a Ray of this machine, until cancelled."""
     plan.check()
     phases = Phases()
-    ray_for_it = _connected(address, namespace, needs_node=True) if address else ray_here(num_cpus_of(plan), namespace)
+    ray_for_it = (
+        _connected(address, namespace, needs_node=True) if address else ray_here(num_cpus_here(plan), namespace)
+    )
     async with ray_for_it:
         phases.done("Ray")
         client = ClusterClient(namespace, SeatLines(notes))
@@ -108,10 +111,10 @@ async def until_serving(status: Status) -> None:
             raise ConfigurationError(f"the router at {url} does not become ready, seen from here: {error!r}") from error
 
 
-def num_cpus_of(plan: ClusterPlan) -> int:
-    """That a Ray must have for all of it."""
+def num_cpus_here(plan: ClusterPlan) -> int:
+    """Of a Ray of this machine: its cores, so that `scale` finds room, and enough for the plan where it has fewer."""
     pools = [plan.pool(role) for role in KINDS]
-    return max(math.ceil(sum(pool.count * pool.cpus for pool in pools)), 1)
+    return max(math.ceil(sum(pool.count * pool.cpus for pool in pools)), num_cores())
 
 
 def _ray_bytes(status: Status) -> float:
