@@ -15,7 +15,7 @@ from deploy.cluster.console import Phases, SeatLines, cluster_banner, print_stat
 from deploy.cluster.nodes import cluster_nodes
 from deploy.cluster.plan import KINDS, ClusterPlan
 from deploy.local import num_cores
-from kvferry.errors import ConfigurationError, LaterError
+from kvferry.errors import ConfigurationError, LaterError, NoWorker
 from loadtest.load import LoadPlan
 from loadtest.report import LoadReport
 from loadtest.spread_load import load_from_nodes
@@ -89,15 +89,24 @@ async def show_status(address: str, namespace: str, notes: Console, as_json: boo
 
 
 async def load_on_cluster(load: LoadPlan, url: str | None, address: str, namespace: str, notes: Console) -> LoadReport:
-    """From every node that is alive, to the deployment that runs there or to `url`. Raises ConfigurationError or NoWorker."""
+    """From every node that is alive, to all routers that listen there or to `url`. Raises ConfigurationError or NoWorker."""
     async with _connected(address, namespace, needs_node=True):
-        if url is None:
-            client = ClusterClient(namespace)
-            await client.find()
-            url = urls(await client.status())[0]
-        nodes = await asyncio.to_thread(cluster_nodes)
-        notes.print(f"  load on {url} from {len(nodes)} node(s)")
-        return await load_from_nodes(url.rstrip("/"), load, [node.node_id for node in nodes])
+        loaded = [url.rstrip("/")] if url else await _urls_there(namespace)
+        nodes = {node.node_id: node.name for node in await asyncio.to_thread(cluster_nodes)}
+        notes.print(f"  load on {', '.join(loaded)} from {len(nodes)} node(s)")
+        return await load_from_nodes(loaded, load, nodes, lambda words: notes.print(f"  {words}", soft_wrap=True))
+
+
+async def _urls_there(namespace: str) -> list[str]:
+    """Of all routers that listen. Raises NoWorker."""
+    client = ClusterClient(namespace)
+    await client.find()
+    found = urls(await client.status())
+    if not found:
+        raise NoWorker(
+            "no router listens: it begins, or begins again; try again once `kvferry status` says that it does"
+        )
+    return found
 
 
 async def until_serving(status: Status) -> None:

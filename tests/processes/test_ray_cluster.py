@@ -18,8 +18,11 @@ import psutil
 import pytest
 
 from deploy.cluster.client import ClusterClient, urls
+from deploy.cluster.nodes import cluster_nodes
 from deploy.cluster.program import ProgramActor
 from kvferry.errors import ConfigurationError
+from loadtest.load import LoadPlan
+from loadtest.spread_load import load_from_nodes
 from tests.processes.ray_cluster import (
     ROOT,
     RayNodes,
@@ -313,6 +316,29 @@ def test_load_from_all_nodes_counts_every_stream(service, nodes):
     run = kvferry("bench", "load", "--on=ray", f"--address={nodes.address}", *flags, "--url=http://127.0.0.1:1")
     assert run.returncode == 2
     assert "nothing answers at http://127.0.0.1:1" in run.stderr.replace("\n", " ")
+
+
+def shares_at_work():
+    """Processes in which Ray runs a part of a load."""
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if one.cmdline()[:1] == ["ray::run_share"]:
+                yield one
+
+
+def test_a_part_of_the_load_whose_process_is_killed_has_failed_and_is_not_run_again(service):
+    nodes, said = {node.node_id: node.name for node in cluster_nodes()}, []
+    plan = LoadPlan(concurrency=len(nodes), requests=2 * len(nodes), input_tokens=40, output_tokens=20)
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(asyncio.run, load_from_nodes([service.url], plan, nodes, said.append))
+        wait_until(lambda: service.total("kvferry_requests", phase="decoding") >= len(nodes), 30, "all to stream")
+        next(shares_at_work()).kill()
+        report = coming.result(timeout=60)
+    assert report.failures == {"share_lost": 2}
+    assert len(report.succeeded) == 2 * (len(nodes) - 1)
+    assert len(said) == 1
+    assert "is lost" in said[0]
+    service.wait_idle()
 
 
 def test_what_the_cluster_cannot_hold_is_said_at_once_and_changes_nothing(service):
