@@ -14,6 +14,7 @@ from deploy.cluster.connection import connect, import_ray, ray_here, restore_sig
 from deploy.cluster.console import Phases, SeatLines, cluster_banner, print_status
 from deploy.cluster.nodes import cluster_nodes
 from deploy.cluster.plan import KINDS, ClusterPlan
+from deploy.cluster.tokens import check_wants_token
 from deploy.local import num_cores
 from kvferry.errors import ConfigurationError, LaterError, NoWorker
 from loadtest.load import LoadPlan
@@ -24,14 +25,19 @@ SERVING_TIMEOUT_S = 60.0
 NAMESPACE = "kvferry"
 
 
-async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Console) -> None:
-    """On a cluster: until it is ready, and it stays. Without an address: on a Ray of this machine, until cancelled."""
+async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Console, may_be_open: bool) -> None:
+    """On a cluster: until it is ready, and it stays. Without an address: on a Ray of this machine, until cancelled.
+
+    `may_be_open`: also if that Ray wants no token.
+    """
     plan.check()
     phases = Phases()
     ray_for_it = (
         _connected(address, namespace, needs_node=True) if address else ray_here(num_cpus_here(plan), namespace)
     )
     async with ray_for_it:
+        if not may_be_open:
+            await asyncio.to_thread(check_wants_token, import_ray().get_runtime_context().gcs_address)
         phases.done("Ray")
         client = ClusterClient(namespace, SeatLines(notes))
         await client.find_or_start()

@@ -6,7 +6,12 @@ Ray reads, keeps and sends the token; nothing here does.
 import logging
 import os
 
+import grpc
+
 from kvferry.errors import ConfigurationError
+
+ANY_CALL = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+ASK_TIMEOUT_S = 5.0
 
 
 def show_token() -> None:
@@ -18,6 +23,20 @@ def show_token() -> None:
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def check_wants_token(address: str) -> None:
+    """Raises ConfigurationError if the control store there answers without one."""
+    with grpc.insecure_channel(address, (("grpc.enable_http_proxy", 0),)) as channel:
+        try:
+            channel.unary_unary(ANY_CALL)(b"", timeout=ASK_TIMEOUT_S)
+        except grpc.RpcError:
+            return
+    raise ConfigurationError(
+        f"the Ray at {address} wants no token: whoever reaches it can run code there and read the deployment's secret. Begin it "
+        "with one (`ray get-auth-token --generate` once, the same ~/.ray/auth_token on every node, RAY_AUTH_MODE=token for "
+        "`ray start`; no RAY_AUTH_MODE=disabled), or say --open-ray if nobody else reaches it"
+    )
 
 
 def refused(what: str, said: str) -> ConfigurationError:
