@@ -20,7 +20,9 @@ import pytest
 from deploy.cluster.client import ClusterClient, urls
 from deploy.cluster.nodes import cluster_nodes
 from deploy.cluster.program import ProgramActor
+from deploy.command import notes
 from kvferry.errors import ConfigurationError
+from loadtest import exact
 from loadtest.load import LoadPlan
 from loadtest.spread_load import load_from_nodes
 from tests.processes.ray_cluster import (
@@ -649,3 +651,24 @@ def test_a_checkout_that_is_sent_as_working_directory_is_what_runs(nodes, model_
         assert all("working_dir_files" in one["node"]["code"] for one in programs)
     finally:
         kvferry("down", *at)
+
+
+@pytest.fixture(scope="module")
+def four_nodes(nodes):
+    """At least so many have room for a worker."""
+    nodes.add_node()
+
+
+@pytest.mark.parametrize("road", ["ray", pytest.param("grpc", marks=pytest.mark.soak)])
+def test_bench_exact_passes_through_two_and_two_workers_on_different_nodes(
+    four_nodes, model_directory, road, monkeypatch
+):
+    """With the real model, and its longest prompt is not as long."""
+    monkeypatch.setattr(exact, "MAX_PROMPT_TOKENS", 200)
+    settings = {"transport": road, "kv_tokens": 1024, "context_tokens": 512}
+    with deployed(sim_plan(model_directory, settings=settings), f"exact-{road}") as real:
+        places = {place_of(real, name) for name in ("prefill-1", "prefill-2", "decode-1", "decode-2")}
+        assert len(places) == 4
+        compared = exact.compare_with_reference(real.url, model_directory, 9, 8, True, True, notes, road)
+        assert asyncio.run(compared), "token ids differ, or blocks came over another road"
+        real.wait_idle()
