@@ -75,13 +75,16 @@ def up(
         Path | None, typer.Option("--deployment", help="YAML deployment file for --on ray; flags count more.")
     ] = None,
     namespace: Namespace = "kvferry",
+    open_ray: Annotated[
+        bool, typer.Option("--open-ray", help="Also on a Ray that wants no token: who reaches it can run code there.")
+    ] = False,
 ) -> None:
     """Starts a router and workers on this machine, until Ctrl-C; or, with --on ray --address, on a cluster, where they stay."""
     if on == "ray":
-        run_command(_cluster_up(context, address, deployment, namespace))
+        run_command(_cluster_up(context, address, deployment, namespace, open_ray))
         return
-    if address or deployment:
-        raise typer.BadParameter("--address and --deployment are for --on ray")
+    if address or deployment or open_ray:
+        raise typer.BadParameter("--address, --deployment and --open-ray are for --on ray")
     plan = LocalPlan(
         directory_of(model),
         prefill,
@@ -107,7 +110,9 @@ async def _up(plan: LocalPlan) -> None:
         raise await deployment.failure()
 
 
-async def _cluster_up(context: typer.Context, address: str, deployment: Path | None, namespace: str) -> None:
+async def _cluster_up(
+    context: typer.Context, address: str, deployment: Path | None, namespace: str, may_be_open: bool
+) -> None:
     from deploy.cluster.flags import plan_from_flags
     from deploy.cluster.session import cluster_up
 
@@ -120,7 +125,7 @@ async def _cluster_up(context: typer.Context, address: str, deployment: Path | N
         raise ConfigurationError("--config is for processes of this machine: settings of a cluster are in --deployment")
     if not address and deployment is None:
         given["model"] = directory_of(given["model"])
-    await cluster_up(plan_from_flags(deployment, given, is_here=not address), address, namespace, notes)
+    await cluster_up(plan_from_flags(deployment, given, is_here=not address), address, namespace, notes, may_be_open)
 
 
 @app.command()

@@ -83,7 +83,7 @@ class LocalDeployment:
         self.plan, self._on_change = plan, on_change
         self.shape: ModelShape = read_checkpoint_shape(plan.model)
         num_workers = plan.num_prefill + plan.num_decode
-        self.threads = max(_num_cores() // max(num_workers, 1), 1)
+        self.threads = max(num_cores() // max(num_workers, 1), 1)
         available = psutil.virtual_memory().available
         self.weights, self.kv = (same_for_both(plan.config, key, getattr(plan, key)) for key in ("weights", "kv"))
         self.transport = same_for_both(plan.config, "transport", plan.transport)
@@ -339,6 +339,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

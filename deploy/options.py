@@ -50,7 +50,7 @@ Address = Annotated[
     typer.Option(
         "--address",
         envvar="KVFERRY_RAY_ADDRESS",
-        help="host:port of a Ray cluster's head, or auto: the one on this node.",
+        help="Of a Ray cluster: its head's host:port, auto (the one on this node), or ray://HEAD:10001 from elsewhere.",
     ),
 ]
 Namespace = Annotated[str, typer.Option("--namespace", help="Of Ray: one deployment in each.")]

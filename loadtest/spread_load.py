@@ -1,16 +1,18 @@
 """The load test from several nodes of a Ray cluster at once: each runs its share, and every stream's record comes back.
 
-So figures are those of all records together, not averages of percentiles. Knows Ray's tasks, and nothing of a deployment.
+So figures are those of all records together, not averages of percentiles. A share that is lost with its process or node has failed
+with all of its requests; it is not run again, as it had run in part. Knows Ray's tasks, and nothing of a deployment.
 """
 
 import asyncio
 import itertools
 import math
 import time
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, NoWorker
 from loadtest.load import LoadPlan, load_test
 from loadtest.report import LoadReport
 from loadtest.stream import StreamRecord
@@ -19,8 +21,8 @@ STREAMS_EACH = 64
 """That one generator is given at most; a node that has more of them has more generators, so that none is the bottleneck."""
 
 
-def num_generators(plan: LoadPlan, num_nodes: int) -> int:
-    return max(num_nodes, math.ceil(plan.concurrency / STREAMS_EACH))
+def num_generators(plan: LoadPlan, num_nodes: int, num_urls: int) -> int:
+    return max(num_nodes, num_urls, math.ceil(plan.concurrency / STREAMS_EACH))
 
 
 def shares(plan: LoadPlan, count: int) -> list[LoadPlan]:
@@ -41,14 +43,63 @@ def shares(plan: LoadPlan, count: int) -> list[LoadPlan]:
     ]
 
 
-def merged(parts: list[dict[str, Any]]) -> LoadReport:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of the load: `words` say which, for people."""
+
+    words: str
+    url: str
+    node_id: str
+    plan: LoadPlan
+
+
+def shares_over(plan: LoadPlan, urls: list[str], nodes: dict[str, str]) -> list[Share]:
+    """From every node to every URL in turn. `nodes`: what people call them, by id."""
+    parts = shares(plan, num_generators(plan, len(nodes), len(urls)))
+    places = zip(parts, itertools.cycle(nodes.items()), itertools.cycle(urls))
+    return [
+        Share(f"share {number} of {len(parts)}, from node {name} to {url}", url, node_id, part)
+        for number, (part, (node_id, name), url) in enumerate(places, 1)
+    ]
+
+
+def merged(parts: list[dict[str, Any]], num_lost: int = 0) -> LoadReport:
     """What `run_share` returned, as if one had run it all: from when the first began until the last had ended.
 
-    Shares do not begin together, so rates are of all that time. The nodes' clocks are taken to agree.
+    Shares do not begin together, so rates are of all that time. The nodes' clocks are taken to agree. `num_lost`: requests of shares
+    that returned nothing.
     """
     records = [StreamRecord(**record) for part in parts for record in part["records"]]
+    records += [StreamRecord(0.0, failure="share_lost") for _ in range(num_lost)]
     began_at = min(part["began_at"] for part in parts)
     return LoadReport(records, max(part["began_at"] + part["duration_s"] for part in parts) - began_at)
+
+
+def outcome(parts: list[Share], ends: list[Any], on_loss: Callable[[str], None]) -> LoadReport:
+    """`ends`: what each share returned, or raised. Raises what the first one did if none returned anything."""
+    whole = [end for end in ends if not isinstance(end, BaseException)]
+    num_lost = 0
+    for share, end in zip(parts, ends, strict=True):
+        if isinstance(end, BaseException):
+            reason = _reason(share, end)
+            if not whole:
+                raise reason from None
+            on_loss(reason.message)
+            num_lost += share.plan.requests
+    return merged(whole, num_lost)
+
+
+def _reason(share: Share, error: BaseException) -> NoWorker:
+    """What it raised itself, or why Ray has lost it. Raises anything else."""
+    from ray.exceptions import RayError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, KvferryError):
+            return NoWorker(f"{share.words}: {error.cause.message}")
+        raise error
+    if isinstance(error, RayError):
+        return NoWorker(f"{share.words} is lost: {' '.join(str(error).split()) or type(error).__name__}")
+    raise error
 
 
 def run_share(url: str, plan: dict[str, Any]) -> dict[str, Any]:
@@ -62,22 +113,24 @@ def run_share(url: str, plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def load_from_nodes(url: str, plan: LoadPlan, node_ids: list[str]) -> LoadReport:
-    """From a process that is connected to the cluster. Raises NoWorker if nothing answers at `url` from there."""
+async def load_from_nodes(
+    urls: list[str], plan: LoadPlan, nodes: dict[str, str], on_loss: Callable[[str], None]
+) -> LoadReport:
+    """From a process that is connected to the cluster. Raises NoWorker if nothing answers at any of `urls` from there.
+
+    `on_loss` is told of each share that is lost, while others have run.
+    """
     import ray
-    from ray.exceptions import RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    task: Any = ray.remote(run_share)
+    parts, task = shares_over(plan, urls, nodes), cast(Any, ray.remote(run_share))
     running = [
-        task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
-            url, asdict(share)
-        )
-        for node_id, share in zip(itertools.cycle(node_ids), shares(plan, num_generators(plan, len(node_ids))))
+        task.options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(share.node_id, soft=False),
+        ).remote(share.url, asdict(share.plan))
+        for share in parts
     ]
-    try:
-        return merged(await asyncio.gather(*(asyncio.wrap_future(one.future()) for one in running)))
-    except RayTaskError as error:
-        if isinstance(error.cause, KvferryError):
-            raise error.cause from None
-        raise
+    ends = await asyncio.gather(*(asyncio.wrap_future(one.future()) for one in running), return_exceptions=True)
+    return outcome(parts, ends, on_loss)

@@ -46,7 +46,7 @@ class ClusterClient:
             raise ConfigurationError(
                 f"no deployment in namespace {self._namespace} of this Ray cluster: start one with `kvferry up --on ray`"
             ) from error
-        check_is_of(self._controller, Controller, NAME, self._namespace)
+        await _bounded(asyncio.to_thread(check_is_of, self._controller, Controller, NAME, self._namespace))
 
     async def find_or_start(self) -> None:
         ray = import_ray()
@@ -176,8 +176,16 @@ class ClusterClient:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         ray = import_ray()
+
+        def begin() -> Any:
+            """A Ray Client asks the cluster before there is anything to wait for."""
+            return getattr(self._controller, method).remote(*arguments).future()
+
+        async def answer() -> Any:
+            return await asyncio.wrap_future(await asyncio.to_thread(begin))
+
         try:
-            return await _bounded(asyncio.wrap_future(getattr(self._controller, method).remote(*arguments).future()))
+            return await _bounded(answer())
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, KvferryError):
@@ -231,3 +239,7 @@ async def _bounded(awaitable: Any) -> Any:
         raise ConfigurationError(
             f"the cluster's control store does not answer within {CALL_TIMEOUT_S:g} s. What runs goes on; try again once it is back"
         ) from None
+    except ConnectionError as error:
+        raise ConfigurationError(
+            f"the connection to the Ray cluster was lost: {error}. What was asked for goes on there; connect again"
+        ) from error

@@ -1,6 +1,7 @@
 """Getting to a Ray cluster, or starting one on this machine: in bounded time, and with a reason when it cannot be.
 
-Ray's token authentication stays as it is (on by default since 2.60): nothing here reads, makes or passes a token.
+From a node of the cluster this process is a driver of it. From anywhere else it is a Ray Client (ray://), which can call what runs
+there, and no more: nodes and their room cannot be seen from it.
 """
 
 import asyncio
@@ -14,12 +15,25 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from deploy.cluster.tokens import refused, show_token
 from kvferry.errors import ConfigurationError
 
 REACH_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 30.0
+CLIENT_TIMEOUT_S = 45.0
+"""For a Ray Client, whose cluster begins a process for it. Ray itself tries for 5 + 10 + 15 s, and more."""
 STORE_BYTES = 256 * 1024 * 1024
 """Of a Ray that is started here: at most two frames of every fetch are in its store at a time."""
+
+
+CLIENT_SCHEME = "ray://"
+STILLBORN = "Starting Ray client server failed"
+"""What a cluster says if the process that it begins for a client dies at once: of some forty, one did (Ray 2.60)."""
+GCS_ADVICE = "Check the address that `ray start --head` printed, and that its port is open"
+CLIENT_ADVICE = (
+    "Check the head's address, and that its port for Ray Clients (10001, or that of `ray start --head --ray-client-server-port`) "
+    "is open"
+)
 
 
 def import_ray() -> Any:
@@ -30,17 +44,67 @@ def import_ray() -> Any:
     return ray
 
 
-def connect(address: str, namespace: str) -> None:
-    """As a driver of the cluster at `address` (host:port, or auto). Raises ConfigurationError."""
-    if "://" in address:
-        raise ConfigurationError(
-            f"address {address!r}: kvferry is no Ray client. Run it on a node of the cluster with --address host:port (that of "
-            "`ray start`) or auto, or send it there with `ray job submit`"
-        )
+def connect(address: str, namespace: str, needs_node: bool) -> None:
+    """To the cluster at `address`: host:port, ray://host:port, or auto. Raises ConfigurationError."""
+    address = _meant(address)
+    if address.startswith(CLIENT_SCHEME):
+        if needs_node:
+            raise ConfigurationError(
+                f"address {address!r}: this command looks at the cluster's nodes, which a Ray Client cannot. Run it on a node, "
+                "with --address host:port (that of `ray start`) or auto, or send it there with `ray job submit`"
+            )
+        _connect_client(address, namespace)
+        return
     reached = _address_of_this_machine() if address == "auto" else address
     if reached:
-        _reach(reached)
-    _init_bounded(f"the Ray cluster at {address}", address=address, namespace=namespace)
+        _reach(reached, GCS_ADVICE)
+    _init_bounded(f"the Ray cluster at {address}", CONNECT_TIMEOUT_S, address=address, namespace=namespace)
+
+
+def _meant(address: str) -> str:
+    """RAY_ADDRESS is what `auto` is, as Ray has it."""
+    meant = os.environ.get("RAY_ADDRESS", "") or address if address == "auto" else address
+    if "://" in meant and not meant.startswith(CLIENT_SCHEME):
+        raise ConfigurationError(
+            f"address {meant!r} is none of a Ray cluster: host:port of `ray start` on its nodes, ray://host:10001 elsewhere"
+        )
+    return meant
+
+
+def _connect_client(address: str, namespace: str) -> None:
+    what = f"the Ray cluster at {address}"
+    import_ray()
+    show_token()
+    _reach(address.removeprefix(CLIENT_SCHEME), CLIENT_ADVICE)
+    _greet(what, address.removeprefix(CLIENT_SCHEME))
+    try:
+        _init_bounded(what, CLIENT_TIMEOUT_S, address=address, namespace=namespace)
+    except ConfigurationError as error:
+        if STILLBORN not in error.message:
+            raise
+        _init_bounded(what, CLIENT_TIMEOUT_S, address=address, namespace=namespace)
+
+
+def _greet(what: str, address: str) -> None:
+    """A Ray Client that is turned away tries for half a minute, and does not say why."""
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import ray_client_pb2, ray_client_pb2_grpc
+
+    channel: Any = init_grpc_channel(address)
+    wire: Any = ray_client_pb2
+    greeting = wire.ClusterInfoRequest(type=wire.ClusterInfoType.PING)
+    try:
+        ray_client_pb2_grpc.RayletDriverStub(channel).ClusterInfo(greeting, timeout=REACH_TIMEOUT_S)
+    except grpc.RpcError as error:
+        status: Any = error
+        if status.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise refused(what, status.details()) from error
+        raise ConfigurationError(
+            f"no Ray Client server at {address}: {status.code().name}, {status.details()}. {CLIENT_ADVICE}"
+        ) from error
+    finally:
+        channel.close()
 
 
 @contextlib.asynccontextmanager
@@ -66,7 +130,7 @@ def _start_here(options: dict[str, Any]) -> None:
     except ConfigurationError:
         raise
     except Exception as error:
-        raise ConfigurationError(_reason("a Ray on this machine", error)) from error
+        raise _reason("a Ray on this machine", error) from error
 
 
 def restore_signals() -> None:
@@ -80,7 +144,7 @@ def restore_signals() -> None:
         signal.signal(number, signal.getsignal(number) or signal.SIG_DFL)
 
 
-def _init_bounded(what: str, **options: Any) -> None:
+def _init_bounded(what: str, timeout_s: float, **options: Any) -> None:
     """On a thread that is given up when it takes too long: what listens at an address need not be a Ray."""
     failures, is_done = list[BaseException](), threading.Event()
 
@@ -93,12 +157,10 @@ def _init_bounded(what: str, **options: Any) -> None:
             is_done.set()
 
     threading.Thread(target=init, daemon=True).start()
-    if not is_done.wait(CONNECT_TIMEOUT_S):
-        raise ConfigurationError(
-            f"{what} does not answer within {CONNECT_TIMEOUT_S:g} s: is it Ray's GCS that listens there?"
-        )
+    if not is_done.wait(timeout_s):
+        raise ConfigurationError(f"{what} does not answer within {timeout_s:g} s: is it Ray that listens there?")
     if failures:
-        raise ConfigurationError(_reason(what, failures[0])) from failures[0]
+        raise _reason(what, failures[0]) from failures[0]
 
 
 def _init(**options: Any) -> None:
@@ -108,7 +170,7 @@ def _init(**options: Any) -> None:
 
 
 def _address_of_this_machine() -> str:
-    """What `auto` means here, in the order that `ray.init` has: it can then be tried in bounded time. Empty if there is none."""
+    """What `auto` finds here, as `ray.init` does: it can then be tried in bounded time. Empty if there is none."""
     import_ray()
     from ray._private.services import canonicalize_bootstrap_address
 
@@ -116,39 +178,30 @@ def _address_of_this_machine() -> str:
         found: str = canonicalize_bootstrap_address("auto") or ""
     except (ConnectionError, ValueError):
         return ""
-    return "" if "://" in found else found
+    return found
 
 
-def _reach(address: str) -> None:
+def _reach(address: str, advice: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigurationError(f"address {address!r} is not host:port, as `ray start --head` prints it")
+        raise ConfigurationError(f"address {address!r} is not host:port. {advice}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         reason = "no answer" if isinstance(error, TimeoutError) else error
-        raise ConfigurationError(
-            f"no Ray at {address}: {reason}. Check the address that `ray start --head` printed, and that port {port} is open"
-        ) from error
+        raise ConfigurationError(f"no Ray at {address}: {reason}. {advice}") from error
 
 
-def _reason(what: str, error: BaseException) -> str:
+def _reason(what: str, error: BaseException) -> ConfigurationError:
     text = " ".join(str(error).split()) or type(error).__name__
     if "ersion mismatch" in text:
-        return (
+        return ConfigurationError(
             f"{what} runs other versions than this environment: {text}. Install the same Ray and Python here as there"
         )
     if "uthenticat" in text or "ailed to connect" in text:
-        return f"cannot use {what}: {text}. {_token_words()}"
+        return refused(what, text)
     if "an't find a node" in text or "raylet" in text:
-        return f"{what}: {text}. Run kvferry on one of its nodes, or send it there with `ray job submit`"
-    return f"cannot use {what}: {text}"
-
-
-def _token_words() -> str:
-    """To an address that a person names, Ray shows its token only if it is told to."""
-    if os.environ.get("RAY_AUTH_MODE", "") == "token":
-        return "RAY_AUTH_MODE is token: this user's token may not be the cluster's (`ray get-auth-token` shows which one is used)"
-    return (
-        "If the cluster wants a token, set RAY_AUTH_MODE=token; --address auto does that for a cluster of this machine"
-    )
+        return ConfigurationError(
+            f"{what}: {text}. Run kvferry on one of its nodes, reach it by ray://, or send it there with `ray job submit`"
+        )
+    return ConfigurationError(f"cannot use {what}: {text}")

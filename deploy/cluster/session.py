@@ -14,7 +14,9 @@ from deploy.cluster.connection import connect, import_ray, ray_here, restore_sig
 from deploy.cluster.console import Phases, SeatLines, cluster_banner, print_status
 from deploy.cluster.nodes import cluster_nodes
 from deploy.cluster.plan import KINDS, ClusterPlan
-from kvferry.errors import ConfigurationError, LaterError
+from deploy.cluster.tokens import check_wants_token
+from deploy.local import num_cores
+from kvferry.errors import ConfigurationError, LaterError, NoWorker
 from loadtest.load import LoadPlan
 from loadtest.report import LoadReport
 from loadtest.spread_load import load_from_nodes
@@ -23,12 +25,19 @@ SERVING_TIMEOUT_S = 60.0
 NAMESPACE = "kvferry"
 
 
-async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Console) -> None:
-    """On a cluster: until it is ready, and it stays. Without an address: on a Ray of this machine, until cancelled."""
+async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Console, may_be_open: bool) -> None:
+    """On a cluster: until it is ready, and it stays. Without an address: on a Ray of this machine, until cancelled.
+
+    `may_be_open`: also if that Ray wants no token.
+    """
     plan.check()
     phases = Phases()
-    ray_for_it = _connected(address, namespace) if address else ray_here(num_cpus_of(plan), namespace)
+    ray_for_it = (
+        _connected(address, namespace, needs_node=True) if address else ray_here(num_cpus_here(plan), namespace)
+    )
     async with ray_for_it:
+        if not may_be_open:
+            await asyncio.to_thread(check_wants_token, import_ray().get_runtime_context().gcs_address)
         phases.done("Ray")
         client = ClusterClient(namespace, SeatLines(notes))
         await client.find_or_start()
@@ -43,9 +52,9 @@ async def cluster_up(plan: ClusterPlan, address: str, namespace: str, notes: Con
 
 
 @contextlib.asynccontextmanager
-async def _connected(address: str, namespace: str) -> AsyncIterator[None]:
+async def _connected(address: str, namespace: str, needs_node: bool) -> AsyncIterator[None]:
     """To a cluster that is there. Raises ConfigurationError."""
-    await asyncio.to_thread(connect, address or "auto", namespace)
+    await asyncio.to_thread(connect, address or "auto", namespace, needs_node)
     restore_signals()
     try:
         yield
@@ -73,8 +82,8 @@ async def _stay(client: ClusterClient, notes: Console) -> None:
 
 @contextlib.asynccontextmanager
 async def deployed(address: str, namespace: str, notes: Console) -> AsyncIterator[ClusterClient]:
-    """The deployment that runs there. Raises ConfigurationError."""
-    async with _connected(address, namespace):
+    """The deployment that runs there, also seen from a machine that is no node of that cluster. Raises ConfigurationError."""
+    async with _connected(address, namespace, needs_node=False):
         client = ClusterClient(namespace, SeatLines(notes))
         await client.find()
         yield client
@@ -86,15 +95,24 @@ async def show_status(address: str, namespace: str, notes: Console, as_json: boo
 
 
 async def load_on_cluster(load: LoadPlan, url: str | None, address: str, namespace: str, notes: Console) -> LoadReport:
-    """From every node that is alive, to the deployment that runs there or to `url`. Raises ConfigurationError or NoWorker."""
-    async with _connected(address, namespace):
-        if url is None:
-            client = ClusterClient(namespace)
-            await client.find()
-            url = urls(await client.status())[0]
-        nodes = await asyncio.to_thread(cluster_nodes)
-        notes.print(f"  load on {url} from {len(nodes)} node(s)")
-        return await load_from_nodes(url.rstrip("/"), load, [node.node_id for node in nodes])
+    """From every node that is alive, to all routers that listen there or to `url`. Raises ConfigurationError or NoWorker."""
+    async with _connected(address, namespace, needs_node=True):
+        loaded = [url.rstrip("/")] if url else await _urls_there(namespace)
+        nodes = {node.node_id: node.name for node in await asyncio.to_thread(cluster_nodes)}
+        notes.print(f"  load on {', '.join(loaded)} from {len(nodes)} node(s)")
+        return await load_from_nodes(loaded, load, nodes, lambda words: notes.print(f"  {words}", soft_wrap=True))
+
+
+async def _urls_there(namespace: str) -> list[str]:
+    """Of all routers that listen. Raises NoWorker."""
+    client = ClusterClient(namespace)
+    await client.find()
+    found = urls(await client.status())
+    if not found:
+        raise NoWorker(
+            "no router listens: it begins, or begins again; try again once `kvferry status` says that it does"
+        )
+    return found
 
 
 async def until_serving(status: Status) -> None:
@@ -111,10 +129,10 @@ async def until_serving(status: Status) -> None:
             ) from error
 
 
-def num_cpus_of(plan: ClusterPlan) -> int:
-    """That a Ray must have for all of it."""
+def num_cpus_here(plan: ClusterPlan) -> int:
+    """Of a Ray of this machine: its cores, so that `scale` finds room, and enough for the plan where it has fewer."""
     pools = [plan.pool(role) for role in KINDS]
-    return max(math.ceil(sum(pool.count * pool.cpus for pool in pools)), 1)
+    return max(math.ceil(sum(pool.count * pool.cpus for pool in pools)), num_cores())
 
 
 def _ray_bytes(status: Status) -> float:

@@ -1,14 +1,16 @@
 """A load that several nodes share: nothing is lost, and figures are those of all records."""
 
 import time
+from collections import Counter
 from dataclasses import asdict
 
 import pytest
 
+from kvferry.errors import NoWorker
 from loadtest import spread_load
 from loadtest.load import LoadPlan
 from loadtest.report import LoadReport
-from loadtest.spread_load import STREAMS_EACH, merged, num_generators, run_share, shares
+from loadtest.spread_load import STREAMS_EACH, merged, num_generators, outcome, run_share, shares, shares_over
 from loadtest.stream import StreamRecord
 
 
@@ -25,7 +27,7 @@ def test_shares_are_all_of_it(concurrency, requests, num_nodes):
 @pytest.mark.parametrize(("concurrency", "num_nodes", "count"), [(200, 1, 4), (200, 10, 10), (64, 1, 1), (65, 2, 2)])
 def test_no_generator_has_more_streams_than_it_can_carry(concurrency, num_nodes, count):
     plan = LoadPlan(concurrency, 1000, 10, 20)
-    assert num_generators(plan, num_nodes) == count
+    assert num_generators(plan, num_nodes, num_urls=1) == count
     assert max(part.concurrency for part in shares(plan, count)) <= STREAMS_EACH
 
 
@@ -64,3 +66,47 @@ def test_a_share_says_when_it_began_by_the_clock_on_the_wall(monkeypatch):
     found = run_share("http://any", asdict(LoadPlan(1, 2, 10, 20)))
     assert found["duration_s"] == 7.0
     assert now - 0.1 < found["began_at"] < time.time() + 0.1
+
+
+@pytest.mark.parametrize(("num_nodes", "num_urls"), [(1, 2), (2, 1), (2, 2), (3, 2), (2, 5)])
+def test_every_router_and_every_node_has_its_part(num_nodes, num_urls):
+    nodes = {f"id{k}": f"node {k}" for k in range(num_nodes)}
+    urls = [f"http://router-{k}" for k in range(num_urls)]
+    parts = shares_over(LoadPlan(12, 60, 10, 20), urls, nodes)
+    assert {one.node_id for one in parts} == nodes.keys()
+    assert {one.url for one in parts} == set(urls)
+    counts = Counter(one.url for one in parts)
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def ends_of(*ends):
+    """Of a load of six requests from as many nodes: its report, and what was said."""
+    said = []
+    parts = shares_over(LoadPlan(len(ends), 6, 10, 20), ["http://r"], {f"id{k}": f"n{k}" for k in range(len(ends))})
+    return outcome(parts, list(ends), said.append), said
+
+
+def test_a_share_that_is_lost_is_named_and_has_failed_and_what_others_recorded_counts():
+    from ray.exceptions import RayTaskError, WorkerCrashedError
+
+    refused = RayTaskError("run_share", "trace", NoWorker("nothing answers"))
+    report, said = ends_of(
+        part([record(0, (1, 2)), record(0, (1, 3))], 1000.0, 4.0), WorkerCrashedError(), refused.as_instanceof_cause()
+    )
+    assert len(report.succeeded) == 2
+    assert report.failures == {"share_lost": 4}
+    assert [words.partition(":")[0] for words in said] == [
+        "share 2 of 3, from node n1 to http",
+        "share 3 of 3, from node n2 to http",
+    ]
+    assert "is lost" in said[0]
+    assert "nothing answers" in said[1]
+
+
+def test_when_every_share_is_lost_the_first_says_why_and_what_is_no_loss_is_raised_as_it_is():
+    from ray.exceptions import NodeDiedError, RayTaskError
+
+    with pytest.raises(NoWorker, match="share 1 of 2, from node n0 to http://r is lost"):
+        ends_of(NodeDiedError("gone"), NodeDiedError("gone"))
+    with pytest.raises(RayTaskError):
+        ends_of(part([record(0, (1, 2))], 1000.0, 4.0), RayTaskError("run_share", "trace", KeyError("of ours")))

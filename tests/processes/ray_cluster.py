@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -47,13 +48,25 @@ def ensure_token() -> None:
     setup.ensure_token_if_auth_enabled(None, create_token_if_missing=True)
 
 
+CLIENT_PORTS = range(21000, 22000)
+"""None of those that Ray, or the kernel, gives to whatever else begins meanwhile."""
+
+
+def free_port() -> int:
+    for port in CLIENT_PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise AssertionError("all ports are taken")
+
+
 class RayNodes:
     """Node processes of a cluster: `head` has the router's processor, each other has room for four workers.
 
-    `is_driver`: this process is connected to it, and so ends with it. `more`: of Ray's own configuration.
+    `is_driver`: this process is connected to it, and so ends with it. `has_clients`: Ray Clients are answered at `client_address`.
+    `more`: of Ray's own configuration.
     """
 
-    def __init__(self, num_nodes: int, is_driver: bool = True, **more: Any):
+    def __init__(self, num_nodes: int, is_driver: bool = True, has_clients: bool = False, **more: Any):
         import ray
         from ray.cluster_utils import Cluster
 
@@ -62,6 +75,9 @@ class RayNodes:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         head: dict[str, Any] = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
         head["labels"] = {"door": "front"}
+        if has_clients:
+            head["ray_client_server_port"] = port = free_port()
+            self.client_address = f"ray://127.0.0.1:{port}"
         self._cluster: Any = Cluster(True, head_node_args={**head, "_system_config": {**QUICK_TO_SEE_DEATH, **more}})
         self._num_added = 0
         for _ in range(num_nodes):
@@ -83,8 +99,8 @@ class RayNodes:
         """Its processes, with SIGKILL. Another one must be added for it."""
         import ray
 
-        socket = next(one["ObjectStoreSocketName"] for one in ray.nodes() if one["NodeID"] == node_id)
-        node = next(one for one in self._cluster.worker_nodes if one.plasma_store_socket_name == socket)
+        store = next(one["ObjectStoreSocketName"] for one in ray.nodes() if one["NodeID"] == node_id)
+        node = next(one for one in self._cluster.worker_nodes if one.plasma_store_socket_name == store)
         self._cluster.remove_node(node, allow_graceful=False)
 
     @property
@@ -257,7 +273,7 @@ def assert_exact(streams: list[Any], num_tokens: int) -> None:
         assert coming.result() == right(prompt, num_tokens)
 
 
-def kvferry(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+def kvferry(*arguments: str, timeout_s: float = 60, **environment: str | None) -> subprocess.CompletedProcess[str]:
     """The command, as a person calls it."""
     command = [sys.executable, "-m", "deploy", *arguments]
     return subprocess.run(
@@ -265,9 +281,10 @@ def kvferry(*arguments: str, timeout_s: float = 60, **environment: str) -> subpr
     )
 
 
-def with_token(**more: str) -> dict[str, str]:
-    """An environment in which Ray shows the user's token to a cluster that is named by its address."""
-    return {**os.environ, "RAY_AUTH_MODE": "token", **more}
+def with_token(**more: str | None) -> dict[str, str]:
+    """An environment in which Ray shows the user's token to a cluster that is named by its address. None: not set there."""
+    values = {**os.environ, "RAY_AUTH_MODE": "token", **more}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def json_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,8 +18,13 @@ import psutil
 import pytest
 
 from deploy.cluster.client import ClusterClient, urls
+from deploy.cluster.nodes import cluster_nodes
 from deploy.cluster.program import ProgramActor
+from deploy.command import notes
 from kvferry.errors import ConfigurationError
+from loadtest import exact
+from loadtest.load import LoadPlan
+from loadtest.spread_load import load_from_nodes
 from tests.processes.ray_cluster import (
     ROOT,
     RayNodes,
@@ -45,7 +52,7 @@ GRACE_S = 20
 
 @pytest.fixture(scope="module")
 def nodes():
-    with RayNodes(num_nodes=3) as cluster:
+    with RayNodes(num_nodes=3, has_clients=True) as cluster:
         yield cluster
 
 
@@ -313,6 +320,29 @@ def test_load_from_all_nodes_counts_every_stream(service, nodes):
     assert "nothing answers at http://127.0.0.1:1" in run.stderr.replace("\n", " ")
 
 
+def shares_at_work():
+    """Processes in which Ray runs a part of a load."""
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if one.cmdline()[:1] == ["ray::run_share"]:
+                yield one
+
+
+def test_a_part_of_the_load_whose_process_is_killed_has_failed_and_is_not_run_again(service):
+    nodes, said = {node.node_id: node.name for node in cluster_nodes()}, []
+    plan = LoadPlan(concurrency=len(nodes), requests=2 * len(nodes), input_tokens=40, output_tokens=20)
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(asyncio.run, load_from_nodes([service.url], plan, nodes, said.append))
+        wait_until(lambda: service.total("kvferry_requests", phase="decoding") >= len(nodes), 30, "all to stream")
+        next(shares_at_work()).kill()
+        report = coming.result(timeout=60)
+    assert report.failures == {"share_lost": 2}
+    assert len(report.succeeded) == 2 * (len(nodes) - 1)
+    assert len(said) == 1
+    assert "is lost" in said[0]
+    service.wait_idle()
+
+
 def test_what_the_cluster_cannot_hold_is_said_at_once_and_changes_nothing(service):
     began = time.monotonic()
     with pytest.raises(
@@ -425,8 +455,62 @@ def test_an_address_where_nothing_or_something_else_listens_is_said_in_bounded_t
     run = kvferry("status", "--address=127.0.0.1:1")
     assert run.returncode == 2
     assert "no Ray at 127.0.0.1:1" in run.stderr
-    for address in ("somewhere", "ray://127.0.0.1:10001"):
-        assert kvferry("status", f"--address={address}").returncode == 2
+    assert kvferry("status", "--address=somewhere").returncode == 2
+    run = kvferry("status", "--address=ray://127.0.0.1:1")
+    assert run.returncode == 2
+    assert "its port for Ray Clients (10001" in run.stderr.replace("\n", " ")
+
+
+AFAR = """
+import sys
+from deploy.cluster.session import deployed
+from deploy.command import notes, run_command
+
+async def scale_role_drain():
+    async with deployed(sys.argv[1], "afar", notes) as client:
+        await client.scale(None, 2)
+        await client.change_role("decode-2", "prefill")
+        await client.drain("decode-2")
+        await client.drain("decode-9")
+
+run_command(scale_role_drain())
+"""
+
+
+def test_the_commands_work_from_a_machine_that_is_no_node(nodes, model_directory):
+    """As Ray Clients: of the cluster they know an address alone. Three of them over one connection, as each takes long to make."""
+    plan = sim_plan(model_directory, prefill={"count": 0}, decode={"count": 1})
+    client, far = ClusterClient("afar"), nodes.client_address
+    asyncio.run(client.find_or_start())
+    asyncio.run(client.up(plan))
+    run = subprocess.run(
+        [sys.executable, "-c", AFAR, far], capture_output=True, text=True, timeout=120, check=False, env=with_token()
+    )
+    assert run.returncode == 2, run.stderr
+    assert "no worker 'decode-9'; there are decode-1" in run.stderr
+    assert "decode-2" in run.stderr.replace("decode-9", ""), "progress is shown"
+    status = json_of(
+        kvferry("status", "--namespace=afar", "--json", RAY_ADDRESS=far, RAY_AUTH_MODE=None, timeout_s=120)
+    )
+    assert status["wanted"] == {"prefill": 0, "decode": 1}
+    assert [one["name"] for one in status["programs"]] == ["router-1", "decode-1"]
+    assert kvferry("down", f"--address={far}", "--namespace=afar", timeout_s=120).returncode == 0
+    assert not groups_of("afar")
+
+
+def test_a_ray_client_that_is_turned_away_is_told_why_at_once(nodes):
+    began = time.monotonic()
+    run = kvferry("status", f"--address={nodes.client_address}", RAY_AUTH_TOKEN="another")
+    assert run.returncode == 2
+    assert "this user's token may not be the cluster's" in run.stderr.replace("\n", " ")
+    run = kvferry("status", f"--address=ray://{nodes.address}")
+    assert run.returncode == 2
+    assert f"no Ray Client server at {nodes.address}" in run.stderr.replace("\n", " ")
+    for command in (("up", "--on=ray"), ("bench", "load", "--on=ray")):
+        run = kvferry(*command, f"--address={nodes.client_address}")
+        assert run.returncode == 2
+        assert "Run it on a node, with --address host:port" in run.stderr.replace("\n", " ")
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.soak  # Ray itself tries for 20 s
@@ -469,9 +553,6 @@ def answers_without_token(port):
 
 @pytest.mark.parametrize("versions", [("1.0.0", "3.11.0"), ("", "3.9.1")], ids=["of Ray", "of Python"])
 def test_another_version_is_said(nodes, versions):
-    import subprocess
-    import sys
-
     code = (
         "import ray, sys; from ray._private import utils; from deploy.cli import main;"
         f"utils.compute_version_info = lambda: ({versions[0]!r} or ray.__version__, {versions[1]!r});"
@@ -570,3 +651,24 @@ def test_a_checkout_that_is_sent_as_working_directory_is_what_runs(nodes, model_
         assert all("working_dir_files" in one["node"]["code"] for one in programs)
     finally:
         kvferry("down", *at)
+
+
+@pytest.fixture(scope="module")
+def four_nodes(nodes):
+    """At least so many have room for a worker."""
+    nodes.add_node()
+
+
+@pytest.mark.parametrize("road", ["ray", pytest.param("grpc", marks=pytest.mark.soak)])
+def test_bench_exact_passes_through_two_and_two_workers_on_different_nodes(
+    four_nodes, model_directory, road, monkeypatch
+):
+    """With the real model, and its longest prompt is not as long."""
+    monkeypatch.setattr(exact, "MAX_PROMPT_TOKENS", 200)
+    settings = {"transport": road, "kv_tokens": 1024, "context_tokens": 512}
+    with deployed(sim_plan(model_directory, settings=settings), f"exact-{road}") as real:
+        places = {place_of(real, name) for name in ("prefill-1", "prefill-2", "decode-1", "decode-2")}
+        assert len(places) == 4
+        compared = exact.compare_with_reference(real.url, model_directory, 9, 8, True, True, notes, road)
+        assert asyncio.run(compared), "token ids differ, or blocks came over another road"
+        real.wait_idle()

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from deploy.local import num_cores
 from tests.processes.ray_cluster import ROOT, json_of, kvferry, with_token
 
 pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.beside]
@@ -40,9 +41,12 @@ def test_the_commands_as_a_person_calls_them(model_directory):
     processes = psutil.Process(up.pid).children(recursive=True)
     try:
         at = "--address=auto"
-        run = kvferry("scale", at, "--decode=3")
+        too_many = max(num_cores(), 4) - 1  # router-1 and prefill-1 have two, and the plan needs four
+        run = kvferry("scale", at, f"--decode={too_many}")
         assert run.returncode == 2
-        assert "no node has room for decode-3: it needs 1 CPU on one node, but" in run.stderr.replace("\n", " ")
+        assert f"no node has room for decode-{too_many}: it needs 1 CPU on one node, but" in run.stderr.replace(
+            "\n", " "
+        )
         assert kvferry("role", at, "decode-2", "prefill").returncode == 0
         assert json_of(kvferry("status", at, "--json"))["wanted"] == {"prefill": 2, "decode": 1}
         assert kvferry("drain", at, "decode-2").returncode == 0
