@@ -11,6 +11,7 @@ Moved by the scheduler alone; what is fetched for it fetches.py knows.
 
 from enum import Enum
 
+from kvferry.engine.history import History
 from kvferry.engine.sequence import Sequence
 from kvferry.messages import Sampling, Source
 
@@ -55,7 +56,7 @@ class Choice:
         self.local_tokens = local_tokens
         self.key, self.choice, self.sequence, self.sampling = key, choice, sequence, sampling
         self.num_prompt_tokens = num_prompt_tokens
-        self.prompt_tokens = tuple(sequence.tokens[:num_prompt_tokens])
+        self.history = History(sequence.tokens, num_prompt_tokens) if sampling.has_penalties else None
         self.num_start_tokens = len(sequence.tokens)
         self.sources = list(sources)
         self.num_given_sources = len(sources)

@@ -379,10 +379,7 @@ class DecodeScheduler:
 
     @staticmethod
     def _draw(choice: Choice) -> Draw:
-        if not choice.sampling.has_penalties:
-            return Draw(choice.sampling, choice.choice, choice.index)
-        answer = tuple(choice.sequence.tokens[choice.num_prompt_tokens :])
-        return Draw(choice.sampling, choice.choice, choice.index, choice.prompt_tokens, answer)
+        return Draw(choice.sampling, choice.choice, choice.index, choice.history)
 
     def _ensure_slots(self, choice: Choice, target: int) -> bool:
         """Reserves what is lacking, preempting the youngest if need be; False if that was the choice itself."""

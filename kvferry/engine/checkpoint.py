@@ -82,6 +82,10 @@ class Tensors:
         for name, path in paths.items():
             if name not in opened[path].shapes():
                 raise ConfigurationError(f"{path}: tensor {name} is missing, but {index.name} names it")
+        for path, file in opened.items():
+            for name in file.shapes():
+                if paths.get(name) != path and not name.endswith("rotary_emb.inv_freq"):
+                    raise ConfigurationError(f"{path}: tensor {name} is there, but {index.name} does not name it there")
         return {name: opened[path] for name, path in paths.items()}
 
     def __contains__(self, name: str) -> bool:

@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 import xxhash
 
+from kvferry.engine.history import History
 from kvferry.engine.plan import Chunk, Draw, Plan, StepResult
 from kvferry.kv.memory import BlockFormat
 from kvferry.messages import Sampling, TokenLogprobs
@@ -104,7 +105,8 @@ def drawn_token(context: bytes, vocabulary_size: int, draw: Draw) -> int:
     if not (sampling.temperature or sampling.has_penalties):
         return token
     place = (draw.choice, draw.index) if sampling.temperature else ()
-    seen = (-1, *draw.prompt_tokens, -1, *draw.answer_tokens) if sampling.has_penalties else ()
+    history = draw.history
+    seen = () if history is None else (-1, *history.prompt_tokens, -1, *history.answer_tokens)
     return xxhash.xxh3_64_intdigest(array("q", (token, *place, *seen)).tobytes(), seed) % vocabulary_size
 
 
@@ -118,9 +120,9 @@ def fake_answer(
         for token in pending:
             previous = kv_of(previous, token)
             context += previous
-        history = (tuple(prompt), tuple(answer)) if sampling.has_penalties else ((), ())
+        history = History([*prompt, *answer], len(prompt)) if sampling.has_penalties else None
         seen = context[-window * KV_BYTES :] if window else context
-        token = drawn_token(seen, vocabulary_size, Draw(sampling, choice, len(answer), *history))
+        token = drawn_token(seen, vocabulary_size, Draw(sampling, choice, len(answer), history))
         answer.append(token)
         if token in sampling.stop_token_ids:
             break

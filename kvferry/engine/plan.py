@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.engine.history import History
 from kvferry.messages import Sampling, TokenLogprobs
 
 NON_FINITE = "the model's logits are not finite"
@@ -22,9 +23,8 @@ class Draw:
     sampling: Sampling
     choice: int = 0
     index: int = 0
-    prompt_tokens: tuple[int, ...] = ()
-    answer_tokens: tuple[int, ...] = ()
-    """Both only where penalties need them."""
+    history: History | None = None
+    """Only where penalties need it. It grows with the choice: between a step's plan and its commit it stands still."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ The order is the field's usual one (vLLM's sampler): logit bias, minimum of toke
 say what is kept; the rest is drawn in the order of token ids by the inverse of the cumulated probabilities. The random number is
 the output of a keyed hash over (seed, choice, index), a counter-based generator in the sense of Salmon et al., "Parallel Random
 Numbers: As Easy as 1, 2, 3" (SC 2011): no stream of draws, so that batching, preemption and continuation cannot change it.
-numpy only; rows are independent.
+numpy only; rows are independent, and each of them is a vector as long as the vocabulary.
 """
 
 import struct
@@ -13,6 +13,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.engine.cumulated import nucleus, place_at
+from kvferry.engine.history import History
 from kvferry.engine.plan import NON_FINITE, Chunk, Draw, StepResult
 from kvferry.engine.scoring import likeliest, logprobs_of
 from kvferry.messages import Sampling, TokenLogprobs
@@ -52,18 +54,15 @@ def sample_rows(drawing: list[Chunk], logits: Floats) -> StepResult:
 
 def sample(logits: Floats, draws: list[Draw]) -> list[int]:
     """One token for each row of `logits` [draws, vocabulary], finite. Ties go to the smaller token id."""
-    changed = [k for k, draw in enumerate(draws) if _is_changed(draw)]
-    if changed:
-        logits = logits.copy()
-        for k in changed:
-            _change(logits[k], draws[k])
     tokens = [int(token) for token in logits.argmax(axis=1)]
-    drawn = [k for k, draw in enumerate(draws) if not _is_greedy(draw.sampling)]
-    if drawn:
-        temperatures = np.array([draws[k].sampling.temperature for k in drawn], np.float32)[:, None]
-        scaled = (logits[drawn] - logits[drawn].max(axis=1, keepdims=True)) / temperatures
-        for k, row, weights in zip(drawn, scaled, np.exp(scaled), strict=True):
-            tokens[k] = _pick(row, weights, draws[k])
+    scratch = np.empty((2, logits.shape[1]), np.float32)
+    for k, draw in enumerate(draws):
+        is_changed, is_greedy = _is_changed(draw), _is_greedy(draw.sampling)
+        row = _changed(logits[k], draw) if is_changed else logits[k]
+        if not is_greedy:
+            tokens[k] = _pick(row, draw, scratch)
+        elif is_changed:
+            tokens[k] = int(row.argmax())
     return tokens
 
 
@@ -76,30 +75,38 @@ def _is_changed(draw: Draw) -> bool:
     return bool(sampling.logit_bias or sampling.has_penalties or draw.index < sampling.min_tokens)
 
 
-def _change(row: Floats, draw: Draw) -> None:
-    """Bias, minimum of tokens and penalties, in place."""
-    sampling = draw.sampling
+def _changed(row: Floats, draw: Draw) -> Floats:
+    """A copy with bias, minimum of tokens and penalties."""
+    row, sampling = row.copy(), draw.sampling
     if sampling.logit_bias:
         ids, biases = zip(*sampling.logit_bias, strict=True)
         row[list(ids)] += np.array(biases, np.float32)
     if draw.index < sampling.min_tokens:
         row[list(sampling.stop_token_ids)] = -np.inf
+    if draw.history is not None:
+        _penalize(row, sampling, draw.history)
+    return row
+
+
+def _penalize(row: Floats, sampling: Sampling, history: History) -> None:
+    ids, counts = history.of_answer
     if sampling.repetition_penalty != 1:
-        seen = np.unique(np.array(draw.prompt_tokens + draw.answer_tokens, np.intp))
-        penalty = np.float32(sampling.repetition_penalty)
-        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
-    if (sampling.presence_penalty or sampling.frequency_penalty) and draw.answer_tokens:
-        ids, counts = np.unique(np.array(draw.answer_tokens, np.intp), return_counts=True)
+        seen = np.concatenate([history.of_prompt, ids])  # some twice, and what they become is the same
+        values, penalty = row[seen], np.float32(sampling.repetition_penalty)
+        row[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
         row[ids] -= (counts * sampling.frequency_penalty + sampling.presence_penalty).astype(np.float32)
 
 
-def _pick(scaled: Floats, weights: Floats, draw: Draw) -> int:
-    """`weights` are exp(`scaled`), of which the largest is 1."""
+def _pick(row: Floats, draw: Draw, scratch: Floats) -> int:
+    """`scratch` [2, vocabulary] stays in the processor's cache from row to row, which a batch's would not."""
+    scaled, weights = scratch
+    np.subtract(row, row.max(), out=scaled)
+    np.divide(scaled, np.float32(draw.sampling.temperature), out=scaled)
+    np.exp(scaled, out=weights)  # the largest is 1
     kept = _kept(scaled, weights, draw.sampling)
-    cumulated = np.cumsum(weights if kept is None else weights[kept], dtype=np.float64)
-    at = np.searchsorted(cumulated, uniform(draw.sampling.seed, draw.choice, draw.index) * cumulated[-1], side="right")
-    place = min(int(at), len(cumulated) - 1)
-    return place if kept is None else int(kept[place])
+    share = uniform(draw.sampling.seed, draw.choice, draw.index)
+    return place_at(weights, share) if kept is None else int(kept[place_at(weights[kept], share)])
 
 
 def _kept(scaled: Floats, weights: Floats, sampling: Sampling) -> Ids | None:
@@ -110,15 +117,7 @@ def _kept(scaled: Floats, weights: Floats, sampling: Sampling) -> Ids | None:
     if 0 < sampling.top_k < len(scaled if kept is None else kept):
         kept = likeliest(scaled, sampling.top_k) if kept is None else kept[likeliest(scaled[kept], sampling.top_k)]
     if sampling.top_p < 1:
-        kept = _nucleus(scaled, weights, kept, sampling.top_p)
+        if kept is None:
+            return nucleus(scaled, weights, sampling.top_p)
+        kept = kept[nucleus(scaled[kept], weights[kept], sampling.top_p)]
     return kept
-
-
-def _nucleus(scaled: Floats, weights: Floats, kept: Ids | None, top_p: float) -> Ids:
-    """The smallest set of the likeliest whose probability reaches `top_p`, ascending (Holtzman et al., 2020)."""
-    if kept is not None:
-        scaled, weights = scaled[kept], weights[kept]
-    cumulated = np.cumsum(np.sort(weights)[::-1], dtype=np.float64)
-    count = int(np.searchsorted(cumulated, top_p * cumulated[-1])) + 1
-    chosen = likeliest(scaled, count)
-    return chosen if kept is None else kept[chosen]

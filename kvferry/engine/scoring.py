@@ -74,6 +74,8 @@ def _candidates(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.i
     num_runs = len(values) // RUN
     if count * 4 > num_runs:
         return None
-    highest = values[: num_runs * RUN].reshape(num_runs, RUN).max(axis=1)
+    highest = (
+        values[: num_runs * RUN].reshape(RUN, num_runs).max(axis=0)
+    )  # a run is a column: one vector operation a row
     bound = np.partition(highest, num_runs - count)[num_runs - count]
     return np.flatnonzero(values >= bound)

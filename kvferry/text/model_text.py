@@ -32,7 +32,10 @@ class ModelText:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigurationError(f"{path} is missing: kvferry needs a fast tokenizer (tokenizer.json)")
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises no other kind
+            raise ConfigurationError(f"{path}: tokenizers cannot read it: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         shape = read_checkpoint_shape(directory)
@@ -129,6 +132,12 @@ class ModelText:
         if "eos_token" in self._special_tokens:
             token = self._tokenizer.token_to_id(self._special_tokens["eos_token"])
             found |= set() if token is None else {token}
+        for token in found:
+            if type(token) is not int or not 0 <= token < self.sizes.vocabulary_size:
+                raise ConfigurationError(
+                    f"{directory}: eos_token_id {token!r} of generation_config.json or config.json is no token of the "
+                    f"model, whose vocab_size is {self.sizes.vocabulary_size}"
+                )
         return tuple(sorted(found))
 
     def _is_byte_level(self, path: Path) -> bool:

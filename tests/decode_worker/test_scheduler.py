@@ -1,6 +1,9 @@
 """The decode policy alone: no model, no clock, no event loop."""
 
+from collections import Counter
+
 import pytest
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,6 +135,20 @@ def test_the_youngest_of_the_least_urgent_is_preempted_and_keeps_its_tokens():
         rig.run_step()
     assert {len(tokens) for tokens in rig.tokens.values()} == {100, 60}
     assert rig.counters.values["recomputed_tokens"] > 0
+
+
+def test_penalties_see_prompt_and_answer_whole_through_preemptions():
+    rig = Rig(num_slots=10, budget=1000)
+    rig.admit("old", range(16), 100)
+    young = rig.admit("young", range(400, 416), 100, frequency_penalty=0.5)
+    while not rig.scheduler.is_idle:
+        draws = [chunk.draw for chunk in rig.run_step().chunks if chunk.sequence_id == young.sequence.sequence_id]
+        for history in (draw.history for draw in draws if draw):
+            ids, counts = history.of_answer
+            assert history.of_prompt.tolist() == list(range(400, 416))
+            assert Counter(dict(zip(ids.tolist(), counts.tolist(), strict=True))) == Counter(rig.tokens["young"])
+    assert rig.counters.values["preemptions"]
+    assert len(rig.tokens["young"]) == 100
 
 
 def test_only_one_of_two_that_want_the_same_blocks_fetches_and_the_next_takes_over():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvferry.engine.native import library as native
+from kvferry.engine.native.build import LEVELS
 from kvferry.engine.native.library import KINDS, load_library, processor_levels
 from kvferry.engine.roofline import measure_ceilings
 
@@ -33,6 +34,18 @@ def test_a_level_that_the_compiler_does_not_know_leaves_the_next(monkeypatch):
     library = load_library()
     assert library is not None
     assert library.level == levels[1].name
+
+
+def test_a_compiler_may_stand_behind_another_program(monkeypatch, tmp_path):
+    """CC="ccache gcc" is how many a machine has it."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] || for name; do last=$name; done; [ -z "$last" ] || : > "$last"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", f"env {compiler}")
+    monkeypatch.setenv("KVFERRY_HOME", str(tmp_path / "home"))
+    assert native._built(LEVELS[-1]).is_file()
 
 
 def test_without_a_compiler_there_is_no_library_and_the_log_says_why(monkeypatch, caplog):

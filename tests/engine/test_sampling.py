@@ -3,16 +3,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.engine import cumulated
+from kvferry.engine.history import History
 from kvferry.engine.plan import NON_FINITE, Chunk, Draw
 from kvferry.engine.sampling import sample, sample_rows, uniform
 from kvferry.engine.scoring import likeliest, logprobs_of
 from kvferry.messages import Sampling
+from tests.engine import sampled_by_definition
 
 FOUR = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
 
 
 def draw(index=0, choice=0, prompt=(), answer=(), **fields):
-    return Draw(Sampling(**{"seed": 1, "max_tokens": 9, **fields}), choice, index, tuple(prompt), tuple(answer))
+    history = History([*prompt, *answer], len(prompt)) if prompt or answer else None
+    return Draw(Sampling(**{"seed": 1, "max_tokens": 9, **fields}), choice, index, history)
 
 
 def one(logits, drawn):
@@ -96,6 +100,71 @@ def test_a_large_vocabulary_is_cut_as_a_small_one():
     assert len(set(tokens)) > 150
 
 
+SHAPES = {
+    "peaked": lambda rng, size: rng.normal(size=size) * 2 + (rng.random(size) < 0.002) * rng.exponential(4, size),
+    "flat": lambda rng, size: rng.normal(size=size) * 0.5,
+    "ties": lambda rng, size: rng.integers(-3, 4, size) / 2,
+    "equal": lambda rng, size: np.zeros(size),
+    "steep": lambda rng, size: rng.normal(size=size) * 40,
+    "near ties": lambda rng, size: rng.integers(0, 4, size) * 1e-7,
+}
+LIMITS = (
+    {}, {"top_p": 0.95}, {"top_p": 0.3}, {"top_p": 1 - 1e-12}, {"top_p": 1e-9}, {"min_p": 0.05}, {"top_k": 50},
+    {"top_k": 2000, "top_p": 0.9}, {"top_k": 7, "top_p": 0.9, "min_p": 0.001}, {"min_p": 1e-4, "top_p": 0.99},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [cumulated.FEW + 1, 5000, 49152])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_are_those_of_the_plain_definition(shape, size):
+    """The same bits: another worker that goes on with the choice may find them another way."""
+    rng = np.random.default_rng(size)
+    logits = SHAPES[shape](rng, size).astype(np.float32)
+    prompt, answer = rng.integers(0, size, 700).tolist(), rng.integers(0, 90, 200).tolist()
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": -0.2}
+    for number, limits in enumerate((*LIMITS, {**LIMITS[1], **penalties}, {"temperature": 0.0, **penalties})):
+        drawn = draw(number, 2, prompt, answer, **{"temperature": (0.7, 1.0, 1.9)[number % 3], **limits})
+        told = sampled_by_definition.sampled(logits, drawn.sampling, 2, number, prompt, answer)
+        assert one(logits, drawn) == told, limits
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_share_on_the_very_edge_of_a_token_falls_where_the_plain_sums_say(shape):
+    """Where the order of summation decides: shares that are a cumulated sum, and the next number on both sides."""
+    logits = SHAPES[shape](np.random.default_rng(1), 3000).astype(np.float32)
+    scaled = logits - logits.max()
+    weights = np.exp(scaled)
+    by_ids, by_size = np.cumsum(weights, dtype=float), np.cumsum(np.sort(weights)[::-1], dtype=float)
+    for place in range(0, 2999, 97):
+        for towards in (0.0, None, 1.0):
+            share, top_p = by_ids[place] / by_ids[-1], by_size[place] / by_size[-1]
+            if towards is not None:
+                share, top_p = np.nextafter(share, towards), np.nextafter(top_p, towards)
+            share, top_p = min(float(share), 1 - 2**-53), min(float(top_p), 1 - 2**-53)
+            assert cumulated.place_at(weights, share) == sampled_by_definition.place_at(weights, share)
+            kept = cumulated.nucleus(scaled, weights, top_p)
+            assert kept.tolist() == sampled_by_definition.nucleus(scaled, weights, top_p).tolist()
+
+
+def test_a_nucleus_is_of_the_likeliest_even_where_exp_rounds_two_neighbours_the_wrong_way_round():
+    rng = np.random.default_rng(5)
+    logits = (rng.normal(size=20_000) * 0.001).astype(np.float32)
+    scaled = logits - logits.max()
+    weights = np.exp(scaled) * (1 + rng.integers(-2, 3, len(scaled)) * np.float32(2**-23)).astype(np.float32)
+    assert (np.diff(weights[np.argsort(scaled)]) < 0).any()
+    for top_p in (0.2, 0.5, 0.9):
+        kept = cumulated.nucleus(scaled, weights, top_p)
+        assert kept.tolist() == sampled_by_definition.nucleus(scaled, weights, top_p).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 400, 30_000])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_likeliest_are_those_of_a_full_sort(shape, size):
+    logits = SHAPES[shape](np.random.default_rng(2), size).astype(np.float32)
+    for count in (1, 2, 50, 300, size - 1, size):
+        assert likeliest(logits, count).tolist() == sampled_by_definition.likeliest(logits, count).tolist()
+
+
 def test_extreme_temperatures_stay_finite():
     logits = [1000.0, -1000.0, 999.0]
     assert one(logits, draw(temperature=1e-6)) == 0
@@ -123,6 +192,35 @@ def test_penalties_count_the_answer_and_repetition_the_prompt_too():
     assert one(logits, draw(temperature=0, repetition_penalty=2.5, prompt=[0, 1])) == 3
     assert one([-1.0, -1.2], draw(temperature=0, repetition_penalty=1.5, prompt=[0])) == 1
     assert one(logits, draw(temperature=0, presence_penalty=-2.0, answer=[3])) == 3
+
+
+class ReadTokens(list):
+    """Counts what is read of it."""
+
+    num_read = 0
+
+    def __getitem__(self, which):
+        found = super().__getitem__(which)
+        self.num_read += len(found)
+        return found
+
+
+def test_a_history_reads_the_prompt_once_and_each_token_of_the_answer_once():
+    rng = np.random.default_rng(4)
+    logits, tokens = rng.normal(size=500).astype(np.float32), ReadTokens(rng.integers(0, 500, 1000).tolist())
+    prompt, sampling = (
+        list(tokens),
+        Sampling(3, 999, repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.1),
+    )
+    history = History(tokens, len(prompt))
+    for index in range(300):
+        token = sample(logits[None], [Draw(sampling, 1, index, history)])[0]
+        answer = tokens.copy()[len(prompt) :]
+        assert token == sampled_by_definition.sampled(logits, sampling, 1, index, prompt, answer)
+        tokens.append(token)
+    assert tokens.num_read == len(tokens) - 1  # the last one was not looked at yet
+    continued = Draw(sampling, 1, 300, History(list(tokens), len(prompt)))
+    assert sample(logits[None], [continued]) == sample(logits[None], [Draw(sampling, 1, 300, history)])
 
 
 def test_rows_do_not_see_each_other():

@@ -180,3 +180,21 @@ def test_a_bias_for_what_is_no_token_id_is_refused(key):
     with pytest.raises(InvalidRequest) as caught:
         _ = body.biases
     assert caught.value.param == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "neutral"),
+    [
+        ("regex", "[0-9]+", None), ("ebnf", "root ::= 'a'", None), ("grammar", "root ::= 'a'", ""),
+        ("json_schema", {"type": "object"}, {}), ("guided_whitespace_pattern", " ", None), ("typical_p", 0.9, 1.0),
+        ("no_repeat_ngram_size", 3, 0), ("repeat_penalty", 1.1, 1), ("mirostat", 2, 0), ("top_n_sigma", 1.0, -1),
+        ("dry_multiplier", 0.8, 0.0), ("xtc_probability", 0.5, 0), ("watermark", True, False), ("num_beams", 4, 1),
+        ("max_new_tokens", 9, None), ("adapter_id", "other", None),
+    ],
+)  # fmt: skip
+def test_what_other_servers_would_sample_otherwise_for_is_refused_and_its_neutral_value_is_not(field, value, neutral):
+    for harmless in (None, neutral):
+        parse_body(CompletionBody, json.dumps({"prompt": "a", field: harmless}).encode())
+    with pytest.raises(InvalidRequest, match=f"{field} is not supported") as caught:
+        parse_body(CompletionBody, json.dumps({"prompt": "a", field: value}).encode())
+    assert caught.value.param == field

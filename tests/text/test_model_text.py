@@ -89,6 +89,23 @@ def test_half_a_surrogate_pair_is_refused(text):
         text.encode("a\ud800b")
 
 
+@pytest.mark.parametrize("eos", [49152, -1, "2"])
+def test_an_end_that_is_no_token_of_the_model_is_refused(model_directory, tmp_path, eos):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_directory / name, tmp_path / name)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, eos]}))
+    with pytest.raises(ConfigurationError, match=f"eos_token_id {eos!r} of generation_config.json"):
+        ModelText(tmp_path)
+
+
+def test_a_tokenizer_file_that_cannot_be_read_is_named(model_directory, tmp_path):
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(model_directory / name, tmp_path / name)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json: tokenizers cannot read it"):
+        ModelText(tmp_path)
+
+
 def test_a_tokenizer_that_is_not_the_models_is_refused(model_directory, tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_directory / name, tmp_path / name)

@@ -5,6 +5,7 @@ Standard library only: kvferry/engine/native/library.py builds on first use, hat
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -47,7 +48,7 @@ def compile_library(level: Level, target: Path, compiler: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
-        command = [compiler, *level.flags, *FLAGS, str(SOURCES[0]), "-o", str(made)]
+        command = [*shlex.split(compiler), *level.flags, *FLAGS, str(SOURCES[0]), "-o", str(made)]
         run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if run.returncode != 0:
             raise OSError(f"{compiler} failed: {run.stderr.strip()[:300]}")
@@ -55,6 +56,7 @@ def compile_library(level: Level, target: Path, compiler: str) -> None:
 
 
 def find_compiler() -> str | None:
+    """As CC has it: with its arguments, or behind another program."""
     return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
 
 

@@ -8,6 +8,7 @@ through torch instead. ctypes gives up the interpreter's lock for the whole step
 import ctypes
 import logging
 import platform
+import shlex
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -118,7 +119,8 @@ def _built(level: Level) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise OSError("there is no C compiler")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    command = [*shlex.split(compiler), "--version"]
+    version = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     path = home() / "native" / library_name(level, f"{compiler} {version}")
     if not path.is_file():
         compile_library(level, path, compiler)
