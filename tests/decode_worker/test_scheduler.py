@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
