@@ -331,6 +331,7 @@ class DecodeScheduler:
     def _catch_up(self, step: int, now: float, is_yielding: bool) -> Iterable[Chunk]:
         """Tails and local chunks within the budget; the first of them, and it alone, may exceed it to reach a block's edge."""
         left, claimed, is_first = self._budget.num_tokens(is_yielding), set[bytes](), True
+        left_to_score = MAX_SCORED_TOKENS
         behind = [choice for choice in self._ordered(State.RUNNING) if choice.num_missing_tokens > 1]
         if is_yielding and len(behind) == 1 and behind[0].num_missing_tokens <= self._block_size:
             left = min(left, self._budget.num_lone_tail_tokens())
@@ -343,19 +344,23 @@ class DecodeScheduler:
                 choice = choices[turn.place]
                 if left <= 0 or choice.state is not State.RUNNING:
                     continue
-                num_computed = choice.sequence.num_computed
-                target = self._catch_up_target(choice, min(left, turn.max_tokens), is_first, claimed)
+                num_computed, most = choice.sequence.num_computed, min(left, turn.max_tokens)
+                if choice.is_scoring:
+                    most = min(most, left_to_score)
+                target = self._catch_up_target(choice, most, is_first, claimed)
                 if target > num_computed and self._ensure_slots(choice, target):
                     if target == len(choice.sequence.tokens) and choice.tail_planned_s is None:
                         choice.tail_planned_s = now
                     left, is_first = left - (target - num_computed), False
+                    if choice.is_scoring:
+                        left_to_score -= target - num_computed
                     yield self._chunk(choice, target)
 
     def _catch_up_target(self, choice: Choice, left: int, may_exceed: bool, claimed: set[bytes]) -> int:
         """The end of the tokens if it is within reach, else a block's edge; whole blocks before it are claimed."""
         sequence, size = choice.sequence, self._block_size
-        if choice.is_scoring:  # no sharing, and bounded: the output layer runs for each of its positions
-            return min(len(sequence.tokens), sequence.num_computed + min(left, MAX_SCORED_TOKENS))
+        if choice.is_scoring:  # no sharing: it wants all of its own positions
+            return min(len(sequence.tokens), sequence.num_computed + left)
         target = min(len(sequence.tokens), sequence.num_computed + left)
         if sequence.num_computed + size < len(sequence.tokens) and target < len(sequence.tokens):
             target = max(target // size, sequence.num_sealed_blocks + may_exceed) * size

@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.choice import Choice, State
-from decode_worker.scheduler import Begun, DecodeLimits, DecodeScheduler, Ended, Paused, Scored, Token
+from decode_worker.scheduler import (
+    MAX_SCORED_TOKENS,
+    Begun,
+    DecodeLimits,
+    DecodeScheduler,
+    Ended,
+    Paused,
+    Scored,
+    Token,
+)
 from kvferry.engine.budget import StepBudget
 from kvferry.engine.plan import StepResult
 from kvferry.engine.sequence import Sequence
@@ -245,6 +254,18 @@ def test_every_place_of_a_scored_prompt_is_told_once_in_order(length, max_tokens
         assert rig.scores.get("scored", []) == list(range(1, length))
         assert len(rig.tokens.get("scored", [])) == max_tokens
     assert rig.pool.audit().is_clean
+
+
+def test_of_all_scored_prompts_together_a_step_has_so_many_positions():
+    """Their logits lie in memory at the same time: a row of the whole vocabulary for each."""
+    rig = Rig(num_slots=400, budget=1000)
+    for name in range(5):
+        rig.admit(name, range(1000 * name, 1000 * name + 300), 1, num_prompt_logprobs=0)
+    while not rig.scheduler.is_idle:
+        plan = rig.run_step()
+        assert plan is None or sum(len(chunk.scoring.targets) for chunk in plan.chunks) <= MAX_SCORED_TOKENS
+    rig.run_step()
+    assert rig.scores == {name: list(range(1000 * name + 1, 1000 * name + 300)) for name in range(5)}
 
 
 def test_short_prompts_pass_a_long_one_that_still_gets_half_of_each_step():
