@@ -33,6 +33,7 @@ def print_engine_figures(
                 "ceiling_gb_s": round(ceilings.bytes_per_s / 1e9, 2),
                 "bound_by": figure.bound_by,
                 "kv": kv,
+                "outside_share": None if figure.outside_share is None else round(figure.outside_share, 3),
                 "parts_ms": {name: round(seconds * 1e3, 2) for name, seconds in figure.part_s.items()},
             }
             common = {"figure": figure.workload, "value": speed["tok_s"], "unit": "tokens/s"}

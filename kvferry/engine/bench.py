@@ -1,5 +1,6 @@
 """Times steps of a real engine on the peers' workloads: `prefill_N` is one prompt of N tokens, `decode_cC_bB` one step of B sequences
-that hold C tokens each. Random token ids; medians; the machine should be otherwise idle.
+that hold C tokens each. Tokens are the likeliest, in the last workload, which no peer has, drawn with a nucleus and a penalty. Random
+token ids; medians; the machine should be otherwise idle.
 
 Beside each figure stands its floor: the bytes that must be read at the memory bandwidth, or the operations at the matrix rate, that
 this machine reaches in the same run, whichever takes longer.
@@ -9,21 +10,25 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from kvferry.engine.engine import Engine
+from kvferry.engine.history import History
 from kvferry.engine.load import EngineSettings, load_engine
 from kvferry.engine.native.decoder import NativeRunner
 from kvferry.engine.native.library import PARTS
 from kvferry.engine.plan import GREEDY, Chunk, Draw, Plan
 from kvferry.engine.roofline import Ceilings, measure_ceilings, measure_device_ceilings
 from kvferry.errors import ConfigurationError
+from kvferry.messages import Sampling
 
 PREFILLS = (128, 1024)
 DECODES = tuple((context, batch) for context in (128, 1024) for batch in (1, 8, 16))
+SAMPLED = (128, 16)
+DRAWN = Sampling(seed=1, max_tokens=1, temperature=0.8, top_p=0.95, repetition_penalty=1.1)
 REPEATS = 7
 
 
@@ -78,11 +83,24 @@ def measure(directory: Path, weights: str, kv: str, num_threads: int, device: st
         plan = Plan(1, (_chunk(engine, 0, length, 0, 1),))
         yield _figure(f"prefill_{length}", engine, plan, 3, ceilings)
     for context, batch in DECODES:
-        per_sequence = -(-(context + 1) // engine.identity.block_size)
-        for number in range(batch):
-            engine.runner.run(Plan(1, (_chunk(engine, number, context, 0, 1 + number * per_sequence),)))
-        chunks = tuple(_chunk(engine, number, 1, context, 1 + number * per_sequence) for number in range(batch))
-        yield _figure(f"decode_c{context}_b{batch}", engine, Plan(1, chunks), REPEATS, ceilings)
+        plan = _decode_plan(engine, context, batch)
+        yield _figure(f"decode_c{context}_b{batch}", engine, plan, REPEATS, ceilings)
+    context, batch = SAMPLED
+    plan = _decode_plan(engine, context, batch, DRAWN)
+    yield _figure(f"sampled_c{context}_b{batch}", engine, plan, REPEATS, ceilings)
+
+
+def _decode_plan(engine: Engine, context: int, batch: int, sampling: Sampling = GREEDY) -> Plan:
+    """A step of sequences whose context has been computed."""
+    per_sequence = -(-(context + 1) // engine.identity.block_size)
+    chunks = list[Chunk]()
+    for number in range(batch):
+        before = _chunk(engine, number, context, 0, 1 + number * per_sequence)
+        engine.runner.run(Plan(1, (before,)))
+        last = _chunk(engine, number, 1, context, 1 + number * per_sequence)
+        history = History((*before.tokens, *last.tokens), context + 1)
+        chunks.append(replace(last, draw=Draw(sampling, history=history)))
+    return Plan(1, tuple(chunks))
 
 
 def _figure(workload: str, engine: Engine, plan: Plan, times: int, ceilings: Ceilings) -> Figure:

@@ -224,12 +224,14 @@ def test_steps_and_quality_are_measured_where_they_are_told_to_be(llama, monkeyp
     monkeypatch.setattr("kvferry.engine.bench.measure_device_ceilings", lambda weights, name: Ceilings(1e9, 1e9))
     monkeypatch.setattr("kvferry.engine.bench.PREFILLS", (16,))
     monkeypatch.setattr("kvferry.engine.bench.DECODES", ((16, 2),))
+    monkeypatch.setattr("kvferry.engine.bench.SAMPLED", (8, 2))
     monkeypatch.setattr("kvferry.engine.quality.WINDOW_TOKENS", 64)
     print_engine_figures(llama, "float32", "auto", 1, as_json=True, device="cuda:0")
     figures = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["workload"], one["device"]) for one in figures] == [
         ("prefill_16", "cuda:0"),
         ("decode_c16_b2", "cuda:0"),
+        ("sampled_c8_b2", "cuda:0"),
     ]
     assert {one["ceiling_gflop_s"] for one in figures} == {1.0}
     tokens = tokens_of(0, 100)
