@@ -10,9 +10,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from kvferry.errors import ConfigurationError
 
 OnStep = Callable[[str, float], None]
+
+BYTES_A_WEIGHT = 8
+"""transformers holds all weights in float32, and most of them twice while the model is filled (measured: up to 1.8 times)."""
 
 
 def gguf_of(model: Path) -> Path | None:
@@ -43,7 +48,10 @@ def convert_gguf(gguf: Path, target: Path, on_step: OnStep) -> Path:
     with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as scratch:
         made = Path(scratch) / "checkpoint"
         try:
+            _check_memory(gguf)
             _write(gguf, made, on_step)
+        except ConfigurationError:
+            raise
         except OSError as error:
             if error.errno is None:  # transformers' own: it has no number
                 raise ConfigurationError(f"{gguf}: transformers cannot read it: {error}") from error
@@ -58,6 +66,18 @@ def convert_gguf(gguf: Path, target: Path, on_step: OnStep) -> Path:
                 raise
     on_step("done", 1.0)
     return target
+
+
+def _check_memory(gguf: Path) -> None:
+    """Before anything of it is read that takes memory."""
+    from gguf import GGUFReader
+
+    num_weights = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
+    needed, available = num_weights * BYTES_A_WEIGHT, psutil.virtual_memory().available
+    if needed > available:
+        message = f"{gguf}: converting its {num_weights / 1e9:.2f} billion weights takes {BYTES_A_WEIGHT} bytes each, "
+        message += f"{needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are available"
+        raise ConfigurationError(f"{message}; convert it on a larger machine, or give a checkpoint directory")
 
 
 def _write(gguf: Path, made: Path, on_step: OnStep) -> None:

@@ -1,4 +1,8 @@
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from kvferry.engine.gguf import converted_directory, gguf_of
 from kvferry.engine.unpack import find_model, make_model
@@ -34,6 +38,22 @@ def test_what_is_no_gguf_is_refused_by_name_and_leaves_nothing_half(tmp_path):
     gguf.write_bytes(b"this is no model")
     with pytest.raises(ConfigurationError, match=r"broken\.gguf"):
         make_model(gguf, tmp_path / "home")
+    assert not list((tmp_path / "home" / "models").iterdir())
+
+
+def test_what_does_not_fit_into_memory_while_it_is_converted_is_refused_with_the_arithmetic(tmp_path, monkeypatch):
+    path = tmp_path / "large.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((1024, 256), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1024 * 256 * 8 - 1))
+    with pytest.raises(
+        ConfigurationError, match=r"large\.gguf: converting its 0\.00 billion weights takes 8 bytes each"
+    ):
+        make_model(path, tmp_path / "home")
     assert not list((tmp_path / "home" / "models").iterdir())
 
 
