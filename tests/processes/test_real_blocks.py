@@ -14,12 +14,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
 
 import numpy as np
+import psutil
 import pytest
 
 from kvferry.engine.sequence import Sequence
 from kvferry.errors import FetchFailed
 from kvferry.kv.block_id import chain_root
-from kvferry.kv.road import roads_called
+from kvferry.kv.road import MIB, known_roads, roads_called
 from kvferry.messages import FetchOpen
 from kvferry.messages import Source as SourceAddress
 from kvferry.rpc.links import GrpcDialer
@@ -32,6 +33,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.beside]
 LARGE = SIZES[-1]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 RELEASED_S = 3.0
+TWO_FRAMES = 2 * known_roads()["grpc"].frame_bytes
+SLACK_BYTES = 32 * MIB
+"""That allocators keep of what was freed."""
 STOPPED_S = 10.0
 """A reader that is stopped is found by its silence: grpc's pings take up to eight seconds, a frame that is not acknowledged less here."""
 
@@ -131,6 +135,43 @@ async def test_a_source_that_is_lost_within_a_frame(road, fault):
         assert 0 < reader.num_sealed < LARGE.num_blocks
     async with source_and_reader(road) as (_, address, reader):
         assert await reader.fetched(address) == LARGE.num_blocks
+
+
+class Growth:
+    """Of the memory of this process and of a child, at most, while it is watched."""
+
+    def __init__(self, pid: int):
+        self._processes, self._is_over = (psutil.Process(), psutil.Process(pid)), threading.Event()
+        self._before, self.bytes = self._used(), [0, 0]
+
+    def _used(self) -> list[int]:
+        return [process.memory_info().rss for process in self._processes]
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(1e-3):
+            grown = (now - before for now, before in zip(self._used(), self._before, strict=True))
+            self.bytes = [max(most, more) for most, more in zip(self.bytes, grown, strict=True)]
+
+    def __enter__(self) -> "Growth":
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *of: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("road", ["shm", "grpc"])
+async def test_neither_end_has_more_in_memory_than_two_frames_beyond_its_pool(road):
+    """Of a chain of 256 MB; the first fetch, of 47, has brought what stays: threads, buffers, pages of the pool."""
+    async with source_and_reader(road) as (process, address, reader):
+        await reader.fetch(address, SIZES[0])
+        with Growth(process.pid) as growth:
+            await reader.fetch(address, LARGE)
+    assert max(growth.bytes) <= 2 * TWO_FRAMES + SLACK_BYTES, (
+        "grpc has a frame in pieces and, for a moment, as a message too"
+    )
 
 
 @cases(("grpc", "kill"), ("shm", "stop"))
