@@ -50,7 +50,12 @@ def all_gone(processes, timeout_s=8):
 
 
 @pytest.mark.parametrize(
-    ("number", "engine"), [(signal.SIGINT, "native"), (signal.SIGTERM, "sim"), (signal.SIGKILL, "sim")]
+    ("number", "engine"),
+    [
+        (signal.SIGINT, "native"),
+        pytest.param(signal.SIGTERM, "sim", marks=pytest.mark.soak),
+        (signal.SIGKILL, "sim"),
+    ],
 )
 def test_whatever_ends_it_no_process_is_left(model_directory, number, engine):
     up, banner, children = start(model_directory, f"--engine={engine}")

@@ -659,7 +659,8 @@ def four_nodes(nodes):
     nodes.add_node()
 
 
-@pytest.mark.parametrize("road", ["ray", pytest.param("grpc", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("road", ["ray", "grpc"])
 def test_bench_exact_passes_through_two_and_two_workers_on_different_nodes(
     four_nodes, model_directory, road, monkeypatch
 ):
