@@ -12,7 +12,7 @@ PIPE = asyncio.subprocess.PIPE
 
 async def said_by(module: str, *arguments: str, asked: bytes = b"") -> bytes:
     """Until its end; it ends with this call. Raises KvferryError with its last words if it fails."""
-    async with _running(module, *arguments, stderr=PIPE) as process:
+    async with running(module, *arguments, stderr=PIPE) as process:
         said, complaint = await process.communicate(asked)
     if process.returncode:
         raise KvferryError(
@@ -24,7 +24,7 @@ async def said_by(module: str, *arguments: str, asked: bytes = b"") -> bytes:
 @contextlib.asynccontextmanager
 async def serving(module: str, *arguments: str) -> AsyncIterator[str]:
     """The address that is its first line. It ends with the block. Raises KvferryError if it ends before it has one."""
-    async with _running(module, *arguments) as process:
+    async with running(module, *arguments) as process:
         assert process.stdout is not None
         address = (await process.stdout.readline()).decode().strip()
         if not address:
@@ -33,9 +33,8 @@ async def serving(module: str, *arguments: str) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def _running(
-    module: str, *arguments: str, stderr: int | None = None
-) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running(module: str, *arguments: str, stderr: int | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Killed with the block, if it has not ended."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, *arguments, stdin=PIPE, stdout=PIPE, stderr=stderr
     )

@@ -128,15 +128,19 @@ class ClusterClient:
 
     async def _show(self) -> None:
         """What changes, for as long as anybody wants to know."""
-        version = 0
+        status = Status()
         while True:
-            try:
-                status = await self.status(version)
-            except LaterError:
-                await asyncio.sleep(LOST_PAUSE_S)
-                continue
-            version = status["version"]
-            self._on_status(status)
+            status = await self._next_status(status)
+
+    async def _next_status(self, known: Status) -> Status:
+        """Once it is another one, or after a while; the known one while the controller is away."""
+        try:
+            status = await self.status(known.get("version", 0))
+        except LaterError:
+            await asyncio.sleep(LOST_PAUSE_S)
+            return known
+        self._on_status(status)
+        return status
 
     async def _retire(self) -> None:
         """Ends the controller, unless something is wanted there."""
@@ -151,15 +155,11 @@ class ClusterClient:
     ) -> Status:
         """Raises ConfigurationError as soon as a program that it `concerns` could not begin, or if there is no news of any for long;
         and DeploymentEnded."""
-        version, status, news = 0, Status(), _News()
+        status, news = Status(), _News()
         while not news.are_overdue(status):
-            try:
-                status = await self.status(version)
-            except LaterError:
-                await asyncio.sleep(LOST_PAUSE_S)
+            status = await self._next_status(status)
+            if not status:
                 continue
-            version = status["version"]
-            self._on_status(status)
             if not status["is_wanted"]:
                 raise DeploymentEnded("the deployment was ended meanwhile: `kvferry up` begins another one")
             if is_reached(status):

@@ -74,8 +74,7 @@ def _candidates(values: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.i
     num_runs = len(values) // RUN
     if count * 4 > num_runs:
         return None
-    highest = (
-        values[: num_runs * RUN].reshape(RUN, num_runs).max(axis=0)
-    )  # a run is a column: one vector operation a row
+    runs = values[: num_runs * RUN].reshape(RUN, num_runs)  # each a column: their maxima are one vector operation a row
+    highest = runs.max(axis=0)
     bound = np.partition(highest, num_runs - count)[num_runs - count]
     return np.flatnonzero(values >= bound)

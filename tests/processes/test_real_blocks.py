@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,6 +25,7 @@ from kvferry.messages import Source as SourceAddress
 from kvferry.rpc.links import GrpcDialer
 from kvferry.worker import source as source_module
 from kvferry.worker.reader import FetchReport
+from loadtest.own_process import running
 from loadtest.transport_ends import BLOCK_SIZE, FIDELITY, MODEL_ID, SECRET, SIZES, ReaderEnd, SourceEnd
 
 pytestmark = [pytest.mark.processes, pytest.mark.beside]
@@ -47,18 +47,6 @@ def cases(*in_make_test: tuple[str, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("road", "fault"), [pytest.param(*case, marks=marks[case in in_make_test]) for case in every]
     )
-
-
-@contextlib.asynccontextmanager
-async def child(module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, *arguments, stdin=pipe, stdout=pipe)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 @contextlib.contextmanager
@@ -112,7 +100,7 @@ class Fetching(ReaderEnd):
 async def source_and_reader(road: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, Fetching]]:
     """With the source's address."""
     dialer = GrpcDialer(SECRET)
-    async with asyncio.timeout(60), child("loadtest.transport_ends", road) as process:
+    async with asyncio.timeout(60), running("loadtest.transport_ends", road) as process:
         assert process.stdout is not None
         address = (await process.stdout.readline()).decode().strip()
         yield process, address, Fetching(dialer, roads_called(road))
@@ -181,7 +169,7 @@ async def test_a_reader_that_is_lost_within_a_frame(road, fault, monkeypatch):
     serving = asyncio.ensure_future(end.serve(address.set_result))
     where, counts = await address, end.pool.counts
     values = end.source._counters.values
-    async with asyncio.timeout(60), child("tests.processes.fetcher", road, where) as process:
+    async with asyncio.timeout(60), running("tests.processes.fetcher", road, where) as process:
         with struck(process, fault, lambda: values["served_bytes"] > 0):
             while not values["served_bytes"]:
                 await asyncio.sleep(0.001)
